@@ -1,0 +1,7 @@
+"""The channels of a run as one pure state machine; ``board`` has the guarantees, ``events`` the words."""
+
+from rlinf_core.board import events
+from rlinf_core.board.board import Board, describe_lost
+from rlinf_core.board.events import ANY, FULL, PLAN, Event, Instruction, Item
+
+__all__ = ["ANY", "FULL", "PLAN", "Board", "Event", "Instruction", "Item", "describe_lost", "events"]

@@ -1,0 +1,319 @@
+"""A task's ends of a channel: what ``In`` and ``Out`` parameters are bound to in a worker process.
+
+The state of a channel lives in the hub (``rlinf_core.board``); these objects turn calls into its events, move
+payloads through ``rlinf_core.payload`` and wait. Waiting is counted, so that a task's own time is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlinf_core.board import events as ev
+from rlinf_core.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelError,
+    ChannelFull,
+    ChannelPoisoned,
+    EndOfChannel,
+)
+from rlinf_core.hub.client import HubClient, Pending
+from rlinf_core.hub.messages import ChannelArg
+from rlinf_core.payload import Descriptor, Frame, PayloadFetcher, PayloadStore, encode
+from rlinf_core.worker import In, Out
+
+
+@dataclass
+class Clock:
+    """Seconds that the running call has spent waiting (and not working)."""
+
+    wait: float = 0.0
+    lock: float = 0.0
+    switch: float = 0.0
+    paused: float = field(default=0.0, repr=False)
+
+    @contextmanager
+    def counting(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        switch_before = self.switch
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            if what != "switch":
+                spent -= self.switch - switch_before  # an offload served inside a wait is booked as switching
+            setattr(self, what, getattr(self, what) + spent)
+
+
+@dataclass
+class Endpoint:
+    """What both ends share: the process's hub client, its payloads and the running call's clock."""
+
+    client: HubClient
+    store: PayloadStore
+    fetcher: PayloadFetcher
+    address: tuple[str, int]
+    group: str
+    rank: int
+    clock: Clock
+
+
+def _message(channel: str, cause: str) -> str:
+    return f"channel {channel!r}: {cause}"
+
+
+class Writer(Out[Any]):
+    """A bound ``Out``."""
+
+    def __init__(self, endpoint: Endpoint, arg: ChannelArg) -> None:
+        self.name = arg.channel
+        self._endpoint = endpoint
+        self._writer = arg.writer
+        self._closed = False
+
+    def _item(self, frame: Frame, references: int, item: Any, key: Hashable, weight: float) -> ev.Item:
+        e = self._endpoint
+        nbytes = sum(len(b) for b in frame)
+        stored = e.store.add(frame, references)
+        ids = getattr(item, "account_ids", None)
+        group = getattr(item, "group", None)
+        return ev.Item(
+            descriptor=Descriptor(e.client.member, e.address, stored, nbytes),
+            key=key,
+            weight=float(weight),
+            nbytes=nbytes,
+            ids=tuple(ids()) if callable(ids) else (),
+            group=group if isinstance(group, str) else None,
+            group_size=int(getattr(item, "group_size", 1)),
+        )
+
+    def _send(self, items: tuple[ev.Item, ...], nowait: bool) -> Pending:
+        return self._endpoint.client.request(
+            lambda req: ev.Put(req=req, writer=self._writer, channel=self.name, items=items, nowait=nowait),
+            f"credit to put on channel {self.name!r}",
+        )
+
+    def _prepare(self, item: Any, keys: tuple[Hashable, ...], weight: float) -> tuple[ev.Item, ...]:
+        if self._closed:
+            raise ChannelClosed(_message(self.name, "put after this task closed it"))
+        if not weight >= 0:
+            raise ChannelError(_message(self.name, f"weight must be a number >= 0, got {weight!r}"))
+        for key in keys:
+            hash(key)
+        frame = encode(item)
+        first = self._item(frame, len(keys), item, keys[0], weight)
+        rest = (
+            ev.Item(first.descriptor, k, first.weight, first.nbytes, first.ids, first.group, first.group_size)
+            for k in keys[1:]
+        )
+        return (first, *rest)
+
+    def _answer(self, answer: Any, items: tuple[ev.Item, ...]) -> None:
+        if isinstance(answer, ev.PutDone):
+            return
+        self._endpoint.store.release([i.descriptor.key for i in items])  # type: ignore[attr-defined]
+        if isinstance(answer, ev.PutRefused):
+            if answer.reason == "full":
+                raise ChannelFull(_message(self.name, "no credit now"))
+            raise ChannelError(_message(self.name, answer.reason))
+        raise ChannelError(_message(self.name, f"unexpected answer {answer!r}"))
+
+    def put(self, item: Any, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
+        self._put(self._prepare(item, (key,), weight), timeout)
+
+    def _put(self, items: tuple[ev.Item, ...], timeout: float | None) -> None:
+        with self._endpoint.clock.counting("wait"):
+            pending = self._send(items, nowait=False)
+            self._answer(_wait(self._endpoint.client, pending, timeout), items)
+
+    def put_nowait(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
+        items = self._prepare(item, (key,), weight)
+        self._answer(self._endpoint.client.wait(self._send(items, nowait=True)), items)
+
+    async def put_async(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
+        items = self._prepare(item, (key,), weight)
+        self._answer(await _awaited(self._endpoint.client, self._send(items, nowait=False)), items)
+
+    def broadcast(self, item: Any, keys: Iterable[Hashable]) -> None:
+        distinct = tuple(keys)
+        if distinct:
+            self._put(self._prepare(item, distinct, 1.0), None)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._endpoint.client.send(ev.CloseWriter(channel=self.name, writer=self._writer))
+
+
+class Reader(In[Any]):
+    """A bound ``In``."""
+
+    def __init__(self, endpoint: Endpoint, arg: ChannelArg) -> None:
+        self.name = arg.channel
+        self._endpoint = endpoint
+
+    def _send(self, key: Any, mode: ev.Mode, n: int | None, weight: float, nowait: bool) -> Pending:
+        e = self._endpoint
+        return e.client.request(
+            lambda req: ev.Get(
+                req=req,
+                channel=self.name,
+                group=e.group,
+                rank=e.rank,
+                key=key,
+                mode=mode,
+                n=n,
+                weight=weight,
+                nowait=nowait,
+            ),
+            f"an item of channel {self.name!r}",
+        )
+
+    def _answer(self, answer: Any) -> list[Any]:
+        if isinstance(answer, ev.Deliver):
+            return self._fetch([item.descriptor for item in answer.items], [item.uid for item in answer.items])
+        if isinstance(answer, ev.DeliverJoined):
+            flat = [item for pair in answer.pairs for item in pair]
+            values = self._fetch([i.descriptor for i in flat], [i.uid for i in flat])
+            return [(values[k], values[k + 1]) for k in range(0, len(values), 2)]
+        if isinstance(answer, ev.End):
+            raise EndOfChannel(_message(self.name, "ended"))
+        if isinstance(answer, ev.Poisoned):
+            raise ChannelPoisoned(_message(self.name, answer.cause))
+        if isinstance(answer, ev.Empty):
+            raise ChannelEmpty(_message(self.name, "nothing to take now"))
+        if isinstance(answer, ev.PutRefused):
+            raise ChannelError(_message(self.name, answer.reason))
+        raise ChannelError(_message(self.name, f"unexpected answer {answer!r}"))
+
+    def _fetch(self, descriptors: list[Any], uids: list[int]) -> list[Any]:
+        if not descriptors:
+            return []
+        values = self._endpoint.fetcher.fetch(descriptors)
+        self._endpoint.client.send(ev.Fetched(uids=tuple(uids), group=self._endpoint.group))
+        return values
+
+    def _take(
+        self,
+        key: Any,
+        mode: ev.Mode,
+        n: int | None = 1,
+        weight: float = 0.0,
+        timeout: float | None = None,
+        nowait: bool = False,
+    ) -> list[Any]:
+        with self._endpoint.clock.counting("wait"):
+            pending = self._send(key, mode, n, weight, nowait)
+            return self._answer(_wait(self._endpoint.client, pending, timeout))
+
+    def get(self, key: Any = ..., timeout: float | None = None) -> Any:
+        return self._take(_key(key), "items", timeout=timeout)[0]
+
+    def get_nowait(self, key: Any = ...) -> Any:
+        return self._take(_key(key), "items", nowait=True)[0]
+
+    async def get_async(self, key: Any = ..., timeout: float | None = None) -> Any:
+        pending = self._send(_key(key), "items", 1, 0.0, False)
+        answer = await asyncio.wait_for(_awaited(self._endpoint.client, pending), timeout)
+        return (await asyncio.get_running_loop().run_in_executor(None, self._answer, answer))[0]
+
+    def get_batch(self, weight: float, timeout: float | None = None) -> list[Any]:
+        if not weight > 0:
+            raise ChannelError(_message(self.name, f"get_batch needs a weight > 0, got {weight!r}"))
+        return self._take(ev.ANY, "weight", weight=weight, timeout=timeout)
+
+    def batches(self, n: int | None = None) -> Iterator[list[Any]]:
+        if n is not None and n < 1:
+            raise ChannelError(_message(self.name, f"batches() needs n >= 1, got {n}"))
+        return self._until_end(lambda: self._take(ev.ANY, "portion", n=ev.PLAN if n is None else n))
+
+    @staticmethod
+    def _until_end(take: Callable[[], list[Any]]) -> Iterator[list[Any]]:
+        while True:
+            try:
+                portion = take()
+            except EndOfChannel:
+                return
+            yield portion
+
+    def __iter__(self) -> Iterator[Any]:
+        for (item,) in self._until_end(lambda: self._take(ev.ANY, "items")):
+            yield item
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while True:
+            try:
+                item = await self.get_async()
+            except EndOfChannel:
+                return
+            yield item
+
+
+def join(a: In[Any], b: In[Any], by: ev.JoinBy = "id") -> Iterator[tuple[Any, Any]]:
+    """Matched items of two channels as ``(item of a, item of b)``, in the order in which matches complete.
+
+    Matching is by account id (``by="id"``) or by channel key (``by="key"``) and happens in the hub, so several
+    ranks of the reading group share the pairs. What is dropped on one side drops on the other; an item left
+    without partner at the end, with no drop announced, fails the step by name.
+    """
+    if not isinstance(a, Reader) or not isinstance(b, Reader):
+        raise ChannelError("join() takes two channels that the task was given as In[...] parameters")
+    if by not in ("id", "key", "group"):
+        raise ChannelError(f"join() matches by 'id', 'key' or 'group', got {by!r}")
+    return _joined(a, b, by)
+
+
+def _joined(a: Reader, b: Reader, by: ev.JoinBy) -> Iterator[tuple[Any, Any]]:
+    e = a._endpoint
+    while True:
+        with e.clock.counting("wait"):
+            pending = e.client.request(
+                lambda req: ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=by),
+                f"a matching pair of channels {a.name!r} and {b.name!r}",
+            )
+            try:
+                pairs = a._answer(_wait(e.client, pending, None))
+            except EndOfChannel:
+                return
+        yield from pairs
+
+
+def _key(key: Any) -> Any:
+    if key is ...:
+        return ev.ANY
+    hash(key)
+    return key
+
+
+def _wait(client: HubClient, pending: Pending, timeout: float | None) -> Any:
+    try:
+        return client.wait(pending, timeout)
+    except BaseException:
+        client.forget(pending)
+        if client.cancelled is None and not pending.done:
+            client.send(ev.CancelRequest(req=pending.req))
+        raise
+
+
+async def _awaited(client: HubClient, pending: Pending) -> Any:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    client.on_done(pending, lambda: _wake(loop, ready))
+    try:
+        await ready.wait()
+    except asyncio.CancelledError:
+        client.forget(pending)
+        client.send(ev.CancelRequest(req=pending.req))
+        raise
+    if not pending.done:
+        client.check()
+    return pending.value
+
+
+def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)

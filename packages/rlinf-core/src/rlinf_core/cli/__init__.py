@@ -1,0 +1,1 @@
+"""The command line: ``rlinf run | plugins | doctor``, and what ``rlinf.commands`` entry points add."""

@@ -1,0 +1,169 @@
+"""Entry of ``rlinf``. Everything is imported late: ``--help`` and a config error must answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from rlinf_core.errors import ConfigError, PluginError, RLinfError, nearest
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+Command = Callable[[list[str]], int]
+"""A subcommand takes the arguments after its name and returns the exit code. An entry point of ``rlinf.commands``
+names one; it may raise RLinfError, whose message is printed as the last line."""
+
+
+class UsageError(ConfigError):
+    """The command line itself is wrong."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports faults the way every other fault is reported: one line, exit code 2."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see: {self.prog} --help)")
+
+
+def _run(argv: list[str]) -> int:
+    from rlinf_core.cli.run import command
+
+    return command(argv)
+
+
+def _plugins(argv: list[str]) -> int:
+    from rlinf_core.cli.plugins import command
+
+    return command(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from rlinf_core.cli.doctor import command
+
+    return command(argv)
+
+
+def _plot(argv: list[str]) -> int:
+    parser = Parser(prog="rlinf plot", description="Draw a run's metrics into run.png in its directory.")
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    args = parser.parse_args(argv)
+    from rlinf_core.plots import plot_run
+
+    print(plot_run(args.run_dir))
+    return OK
+
+
+BUILT_IN: dict[str, tuple[Command, str]] = {
+    "run": (_run, "run a recipe: rlinf run RECIPE [key=value ...]"),
+    "plugins": (_plugins, "list what is installed, by kind"),
+    "doctor": (_doctor, "say what is installed, what is missing, and what in the machine will hurt"),
+    "plot": (_plot, "draw the metrics of a run directory"),
+}
+
+USAGE = """usage: rlinf COMMAND ...
+
+Run reinforcement-learning recipes.
+
+commands:
+{commands}
+
+options:
+  -h, --help     show this help
+  --version      show the version
+
+rlinf COMMAND --help says more. Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted."""
+
+
+def _help() -> str:
+    from rlinf_core.registry import Registry
+
+    rows = [(name, text) for name, (_, text) in BUILT_IN.items()]
+    registry = Registry("rlinf.commands")
+    for info in registry.describe():
+        if info.name not in BUILT_IN:
+            rows.append((info.name, f"(from {info.source}{': ' + info.status if info.status else ''})"))
+    width = max(len(name) for name, _ in rows) + 2
+    return USAGE.format(commands="\n".join(f"  {name:<{width}}{text}" for name, text in rows))
+
+
+def _command(name: str) -> Command:
+    if name in BUILT_IN:
+        return BUILT_IN[name][0]
+    from rlinf_core.registry import Registry
+
+    registry = Registry("rlinf.commands")
+    if name not in registry.names():
+        known = [*BUILT_IN, *registry.names()]
+        raise UsageError(f"unknown command {name!r}{nearest(name, known)}; commands: {', '.join(known)}")
+    command = registry.load(name)
+    if not callable(command):
+        raise PluginError(f"command {name!r} of {registry.entry(name).source} is not a function")
+    return command
+
+
+def dispatch(argv: Sequence[str]) -> int:
+    """Run one command line; raises what went wrong."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help())
+        return OK if argv else BAD_INPUT
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"rlinf-core {version('rlinf-core')}")
+        return OK
+    if argv[0].startswith("-"):
+        raise UsageError(f"unknown option {argv[0]!r} (see: rlinf --help)")
+    return int(_command(argv[0])(list(argv[1:])) or OK)
+
+
+def report(error: BaseException) -> int:
+    """Print ``error`` as the last thing on stderr, a remote or unexpected traceback above it; the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        _print_error("interrupted")
+        return INTERRUPTED
+    if isinstance(error, RLinfError):
+        remote = getattr(error, "traceback_text", "")
+        message = str(error.args[0]) if remote and error.args else str(error)
+        if remote:
+            sys.stderr.write(remote.rstrip() + "\n\n")
+        _print_error(message.rstrip() or type(error).__name__)
+        return BAD_INPUT if isinstance(error, ConfigError | PluginError) else FAILED
+    traceback.print_exception(error, file=sys.stderr)
+    _print_error(f"{type(error).__name__}: {error}".rstrip(": "))
+    return FAILED
+
+
+def _print_error(message: str) -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        pass  # nobody reads stdout any more; stderr still gets the message
+    sys.stderr.write(f"rlinf: error: {message}\n")
+    sys.stderr.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``rlinf`` script: returns the exit code."""
+    try:
+        code = dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # the reader of our output went away (`rlinf plugins | head`): not a fault, but the interpreter's own flush
+        # at exit would print one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except SystemExit as error:  # argparse after --help
+        return error.code if isinstance(error.code, int) else OK if error.code is None else FAILED
+    except BaseException as error:
+        return report(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Devices of a run: a local Ray, a Ray cluster, or (debugging) this process alone.
+
+Without accelerators a *device* is a CPU slot. On a machine without Ray, ``cluster.virtual_devices=N`` makes N of
+them; on a Ray cluster a node offers slots through the custom resources ``rlinf_slot_0``, ``rlinf_slot_1``, …. A run
+reserves its devices in a placement group that carries the run's name, so that two runs never share a device
+unknowingly and the one that comes second can say who holds what it lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlinf_core.errors import PlacementError, RLinfError
+from rlinf_core.placement import ClusterInfo, DeviceInfo, NodeInfo
+
+SLOT = "rlinf_slot_"
+GROUP_PREFIX = "rlinf:"
+RESERVE_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Cluster:
+    """A connection to devices. ``close`` gives everything back; use it as a context manager."""
+
+    info: ClusterInfo
+    node_address: str
+    """Address that other nodes reach this driver at."""
+    run_name: str
+    debug: bool = False
+    nodes: dict[str, str] = field(default_factory=dict)
+    """Node id to node address."""
+    owns_ray: bool = True
+    _group: Any = None
+    _bundle_of_node: dict[str, int] = field(default_factory=dict)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cores_of(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """Cores that CPU slots are pinned to: an even share of the node's cores while slots ≤ cores, else none."""
+        mine = [d for d in self.info.devices if d.id in devices and d.kind == "cpu"]
+        if not mine:
+            return ()
+        slots = sum(1 for d in self.info.devices if d.node == mine[0].node)
+        cores = (
+            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+        )
+        share = len(cores) // slots
+        if share == 0:
+            return ()
+        return tuple(c for d in mine for c in cores[d.local_id * share : (d.local_id + 1) * share])
+
+    def reserve(self, devices: tuple[int, ...]) -> None:
+        """Reserve devices for this run. ``PlacementError`` names the runs that hold what is missing."""
+        if self.debug:
+            return
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        chosen = [d for d in self.info.devices if d.id in devices]
+        bundles: list[dict[str, float]] = []
+        for node in sorted({d.node for d in chosen}) or [next(iter(self.nodes))]:
+            on_node = [d for d in chosen if d.node == node]
+            bundle = {SLOT + str(d.local_id): 1.0 for d in on_node if d.kind == "cpu"}
+            gpus = sum(1 for d in on_node if d.kind != "cpu")
+            if gpus:
+                bundle["GPU"] = float(gpus)
+            bundle[f"node:{self.nodes[node]}"] = 0.001
+            self._bundle_of_node[node] = len(bundles)
+            bundles.append(bundle)
+        group = placement_group(bundles, strategy="PACK", name=GROUP_PREFIX + self.run_name)
+        if not group.wait(RESERVE_TIMEOUT_S):
+            holders = _holders(ray, group, set().union(*(set(b) for b in bundles)))
+            remove_placement_group(group)
+            raise PlacementError(
+                f"cannot reserve {len(chosen)} device(s) within {RESERVE_TIMEOUT_S:g} s: "
+                + (f"they are held by {holders}" if holders else "the cluster does not offer them any more")
+            )
+        self._group = group
+
+    def strategy_for(self, node: str) -> Any:
+        """Ray scheduling strategy that puts an actor on ``node`` inside this run's reservation."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        bundle = self._bundle_of_node.get(node)
+        if self._group is None or bundle is None:
+            return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+    def close(self) -> None:
+        """Give devices back and end a Ray that this run started."""
+        if self.debug:
+            return
+        import ray
+
+        if self.owns_ray:
+            if ray.is_initialized():
+                with _quiet():
+                    ray.shutdown()
+        elif self._group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self._group)
+
+
+def _holders(ray: Any, own: Any, wanted: set[str]) -> str:
+    from ray.util.placement_group import placement_group_table
+
+    found = []
+    for entry in placement_group_table().values():
+        name = entry["name"]
+        if (
+            not name.startswith(GROUP_PREFIX)
+            or entry["state"] != "CREATED"
+            or entry["placement_group_id"] == own.id.hex()
+        ):
+            continue
+        held = sorted(r for b in entry["bundles"].values() for r in b if r in wanted and not r.startswith("node:"))
+        if held:
+            found.append(f"run {name.removeprefix(GROUP_PREFIX)!r} ({', '.join(held)})")
+    return "; ".join(found)
+
+
+def connect(settings: Any, run_name: str) -> Cluster:
+    """Connect according to the ``cluster`` config node (``address``, ``virtual_devices``, ``debug``).
+
+    Raises ``PlacementError`` when no device is to be had and ``RLinfError`` when Ray cannot be reached.
+    """
+    virtual = settings.virtual_devices
+    if settings.debug:
+        return Cluster(local_info(settings), "127.0.0.1", run_name, debug=True, nodes={"local": "127.0.0.1"})
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    address = settings.address or os.environ.get("RAY_ADDRESS") or None
+    namespace = f"rlinf-{run_name}"
+    common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
+    owns = not ray.is_initialized()  # in a notebook that has connected already, that connection is used
+    try:
+        if not owns:
+            pass
+        elif address is None:
+            _start_local(ray, virtual, common)
+        else:
+            ray.init(address=address, **common)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+        where = "start a local Ray" if address is None else f"reach the Ray cluster at {address!r} (cluster.address)"
+        raise RLinfError(f"cannot {where}: {str(error).strip().splitlines()[0]}") from error
+    alive = [n for n in ray.nodes() if n["Alive"]]
+    nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in alive}
+    devices: list[DeviceInfo] = []
+    for node in sorted(alive, key=lambda n: (n["NodeManagerAddress"], n["NodeID"])):
+        devices += _devices_of(node, first_id=len(devices))
+    if not devices:
+        if owns:
+            ray.shutdown()
+        raise PlacementError(
+            "the Ray cluster offers no devices: give a node CPU slots with "
+            f'`ray start … --resources=\'{{"{SLOT}0": 1, "{SLOT}1": 1}}\'`, or start it where there are GPUs'
+        )
+    labels = tuple(NodeInfo(n["NodeID"], tuple((n.get("Labels") or {}).values())) for n in alive)
+    own = ray.get_runtime_context().get_node_id()
+    return Cluster(ClusterInfo(tuple(devices), labels), nodes.get(own, "127.0.0.1"), run_name, nodes=nodes, owns_ray=owns)
+
+
+def _start_local(ray: Any, virtual: int, common: dict[str, Any]) -> None:
+    resources = {SLOT + str(i): 1.0 for i in range(virtual)}
+    with _quiet():
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, 1),
+            resources=resources,
+            include_dashboard=False,
+            configure_logging=False,
+            object_store_memory=80 * 1024 * 1024,
+            **common,
+        )
+
+
+def _devices_of(node: dict[str, Any], first_id: int) -> list[DeviceInfo]:
+    resources = node["Resources"]
+    gpus = int(resources.get("GPU", 0))
+    slots = sorted(int(m.group(1)) for r in resources if (m := re.fullmatch(SLOT + r"(\d+)", r)))
+    kind, local_ids = ("gpu", list(range(gpus))) if gpus and not slots else ("cpu", slots)
+    node_id = node["NodeID"]
+    return [
+        DeviceInfo(id=first_id + k, node=node_id, local_id=local, uuid=f"{node_id[:8]}/{kind}{local}", kind=kind)
+        for k, local in enumerate(local_ids)
+    ]
+
+
+def local_info(settings: Any) -> ClusterInfo:
+    """The devices that a run on this machine alone will have, known before Ray is started."""
+    return ClusterInfo.virtual(max(1, settings.virtual_devices) if settings.debug else settings.virtual_devices)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what Ray's native code prints while it starts or ends, when something can be put in its place."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)

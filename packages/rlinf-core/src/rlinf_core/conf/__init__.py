@@ -1,0 +1,69 @@
+"""The keys that every recipe has. Stdlib and dataclasses only, like every conf package.
+
+A conf package is named by a ``rlinf.recipes`` entry point. YAML files lie beside its ``__init__``: a recipe is one
+with a ``program``, the others are options of the config group whose folder they are in. ``SCHEMAS`` maps
+``group/name`` of a YAML file to the dataclass that types it. A field may carry
+``metadata={"help": …, "choices": (…), "min": …, "max": …}``, checked when composing, and a dataclass may define
+``validate(self, root) -> list[str]`` for what spans keys; both arguments are read-only ``Config`` nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MISSING: Any = "???"
+"""Default of a key that must be given."""
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = field(
+        default=None, metadata={"help": "Ray cluster to join; null starts one on this machine (or joins RAY_ADDRESS)"}
+    )
+    virtual_devices: int = field(
+        default=2, metadata={"min": 0, "help": "CPU slots that stand for devices where there is no accelerator"}
+    )
+    debug: bool = field(default=False, metadata={"help": "run everything in one process, with threads"})
+    launch_timeout_s: float = field(
+        default=300.0, metadata={"min": 0.1, "help": "longest time for a group to become ready"}
+    )
+    stall_timeout_s: float = field(
+        default=600.0, metadata={"min": 0.1, "help": "longest time without any progress before the run fails"}
+    )
+
+
+@dataclass
+class ChannelsConfig:
+    max_items: int = field(default=4096, metadata={"min": 1, "help": "items a channel holds before writers wait"})
+    max_bytes: int = field(default=1 << 30, metadata={"min": 1, "help": "bytes a channel holds before writers wait"})
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = field(default=0, metadata={"min": 0, "help": "steps between checkpoints; 0 saves only at the end"})
+    keep_last: int = field(default=1, metadata={"min": 1, "help": "checkpoints that are kept"})
+
+
+@dataclass
+class CoreConfig:
+    program: str = field(default=MISSING, metadata={"help": "the recipe's function, as module:function"})
+    num_steps: int = field(default=MISSING, metadata={"min": 0, "help": "training steps"})
+    seed: int = field(default=0, metadata={"min": 0, "help": "root of all random numbers of the run"})
+    plan: str = field(default="temporal", metadata={"help": "temporal, spatial, or the path of a plan's YAML file"})
+    portion: int | None = field(
+        default=None, metadata={"min": 1, "help": "items moved downstream at once; null is the plan's own choice"}
+    )
+    placement: dict[str, str] = field(
+        default_factory=dict, metadata={"help": "devices per group (group: 0-3), instead of what the plan says"}
+    )
+    run_dir: str = field(default="runs", metadata={"help": "folder under which runs make their directories"})
+    loggers: list[str] = field(
+        default_factory=lambda: ["jsonl", "tensorboard"], metadata={"help": "plugins that metrics are written with"}
+    )
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    channels: ChannelsConfig = field(default_factory=ChannelsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+SCHEMAS: dict[str, type] = {}

@@ -1,0 +1,108 @@
+"""Errors a user can meet, by whose doing they are.
+
+Every error carries its facts as attributes as well as in the message. Nothing here imports more than
+the standard library, so that configuration faults can be reported before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class RLinfError(Exception):
+    """Base class of all errors raised by the project on purpose."""
+
+
+class ConfigError(RLinfError, ValueError):
+    """A configuration key, value or combination is wrong; names the key and what would be right."""
+
+
+class PluginError(RLinfError):
+    """A plugin is unknown, claimed twice or cannot be imported."""
+
+
+class MissingExtraError(PluginError):
+    """A plugin is known but what it needs is not installed; names the command that installs it."""
+
+
+class PlacementError(ConfigError):
+    """A placement names devices that do not exist, overlap, leave gaps or straddle nodes."""
+
+
+class PlanError(ConfigError):
+    """A plan does not fit the flow or the cluster."""
+
+
+class TraceError(RLinfError):
+    """The program did something a flow cannot follow: read a result while traced, call differently later."""
+
+
+class ChannelError(RLinfError):
+    """Base class of errors of channels."""
+
+
+class ChannelClosed(ChannelError):
+    """Put on an output that this writer has already closed (your doing)."""
+
+
+class ChannelPoisoned(ChannelError):
+    """A writer of the channel failed; the reader must not take the end for a clean one (their doing)."""
+
+
+class EndOfChannel(ChannelError):
+    """All writers have closed and the channel is drained (normal end)."""
+
+
+class ChannelEmpty(ChannelError):
+    """``get_nowait`` found nothing that could be taken now."""
+
+
+class ChannelFull(ChannelError):
+    """``put_nowait`` found no credit."""
+
+
+class WaitTimeout(RLinfError, TimeoutError):
+    """A wait ended at its deadline; says what was awaited and who holds it."""
+
+
+class Cancelled(RLinfError):
+    """The run is being stopped; raised inside waits of tasks so that they unwind."""
+
+
+class AccountError(RLinfError):
+    """Samples entered a step and were neither trained on, dropped by name, nor carried on."""
+
+
+class WorkerError(RLinfError):
+    """A rank raised, died or exited. ``member`` is ``group[rank]``; ``traceback_text`` is the remote one."""
+
+    def __init__(self, message: str, *, member: str = "", traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.member = member
+        self.traceback_text = traceback_text
+
+    def __str__(self) -> str:
+        head = super().__str__()
+        return f"{head}\n{self.traceback_text.rstrip()}" if self.traceback_text else head
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_worker_error, (self.args[0], self.member, self.traceback_text))
+
+
+def _worker_error(message: str, member: str, traceback_text: str) -> WorkerError:
+    return WorkerError(message, member=member, traceback_text=traceback_text)
+
+
+class NonFiniteError(RLinfError):
+    """A loss, gradient norm or log-probability is NaN or infinite."""
+
+
+class RunDirectoryError(RLinfError, OSError):
+    """The run directory cannot be created or written (unwritable, disk full)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
+    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""

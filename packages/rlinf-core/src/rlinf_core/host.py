@@ -1,0 +1,373 @@
+"""The process (or, when debugging, the thread) that hosts one ``Worker``.
+
+Ray starts it, but nothing in here costs a Ray call: calls, channel metadata and the device lock go over the
+hub's socket. This module imports neither torch nor the user's code until the environment (thread counts,
+visible devices, core pinning) is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib
+import inspect
+import io
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlinf_core.board import events as ev
+from rlinf_core.channel import Clock, Endpoint, Reader, Writer
+from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError
+from rlinf_core.hub.client import HubClient
+from rlinf_core.hub.messages import (
+    Acquire,
+    Call,
+    CallResult,
+    CallTimes,
+    ChannelArg,
+    Goodbye,
+    Hello,
+    Log,
+    Offloaded,
+    ReleaseDevices,
+)
+from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
+from rlinf_core.types import ParallelInfo
+from rlinf_core.worker import Worker
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """All that a rank's process needs to start. Plain picklable data."""
+
+    group: str
+    rank: int
+    world_size: int
+    worker: tuple[str, str]
+    """Module and qualified name of the worker class."""
+    cfg: Any
+    seed: int
+    run_dir: str
+    hub: tuple[str, int]
+    secret: bytes
+    threads: int = 1
+    cores: tuple[int, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    sys_path: tuple[str, ...] = ()
+    code: bytes = b""
+    """Zip of the recipe's folder, for nodes that do not have it."""
+    uses_devices: bool = False
+    in_process: bool = False
+    """Debug mode: a thread of the driver, which leaves the process's environment alone."""
+
+    @property
+    def member(self) -> str:
+        return f"{self.group}[{self.rank}]"
+
+
+def _code_path(spec: HostSpec) -> list[str]:
+    """Where the user's own modules are: their folder if this node has it, else the shipped copy, unpacked."""
+    if not spec.code or all(os.path.isdir(p) for p in spec.sys_path):
+        return list(spec.sys_path)
+    folder = tempfile.mkdtemp(prefix="rlinf-code-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with zipfile.ZipFile(io.BytesIO(spec.code)) as archive:
+        archive.extractall(folder)
+    return [folder]
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def prepare_process(spec: HostSpec) -> None:
+    """Environment first, before anything that reads it is imported."""
+    for name in THREAD_VARIABLES:
+        os.environ[name] = str(spec.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.update(spec.env)
+    if spec.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, spec.cores)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C does
+
+
+class _Context:
+    """The worker's view of its host (``WorkerContext``)."""
+
+    def __init__(self, spec: HostSpec, host: Host) -> None:
+        self.cfg = spec.cfg
+        self.name = spec.group
+        self.rank = spec.rank
+        self.world_size = spec.world_size
+        self.parallel = ParallelInfo(threads=spec.threads)
+        self.seed = spec.seed
+        self.run_dir = Path(spec.run_dir)
+        self.step = ""
+        self.step_index = 0
+        self._host = host
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        self._host.enter_device()
+        try:
+            yield
+        finally:
+            self._host.exit_device()
+
+    def account(self, kind: str, ids: tuple[str, ...], detail: str) -> None:
+        member = self._host.spec.member
+        if kind == "drop":
+            self._host.client.send(ev.Drop(ids=ids, reason=detail, member=member, step=self.step))
+        else:
+            self._host.client.send(ev.Trained(ids=ids, member=member, step=self.step))
+
+
+class Host:
+    """Runs a worker's calls one after the other, in the order they arrive."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.spec = spec
+        self.clock = Clock()
+        self.worker: Worker | None = None
+        self._depth = 0
+        self._holding = False
+        self._loaded = False
+
+    # Main loop (engine thread)
+
+    def main(self) -> str:
+        """Connect, serve calls until ``stop``; returns why it ended."""
+        spec = self.spec
+        if not spec.in_process:
+            prepare_process(spec)
+        sys.path[:0] = [p for p in _code_path(spec) if p not in sys.path]
+        store = PayloadStore()
+        server = PayloadServer(store, spec.secret, spec.hub[0])
+        hello = Hello(spec.member, os.getpid(), spec.hub[0], server.address)
+        self.client = HubClient(
+            spec.hub,
+            spec.secret,
+            hello,
+            on_release=store.release,
+            on_lost=None if spec.in_process else _exit_with_driver,
+        )
+        self.client.serve_offload = self._serve_offload
+        fetcher = PayloadFetcher(spec.secret, store, spec.member)
+        self.endpoint = Endpoint(self.client, store, fetcher, server.address, spec.group, spec.rank, self.clock)
+        if not spec.in_process:
+            sys.stdout = _LineForwarder(self.client, spec.member, "stdout")
+            sys.stderr = _LineForwarder(self.client, spec.member, "stderr")
+            logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+            logging.getLogger("rlinf").setLevel(logging.INFO)
+        try:
+            while True:
+                call = self.client.next_call()
+                if call.kind == "stop":
+                    self._run(call, lambda: self.worker.teardown() if self.worker else None)
+                    return "stopped"
+                self._run(call, partial(self._setup if call.kind == "setup" else self._task, call))
+        except Cancelled as error:
+            if self.worker is not None:
+                self.worker.teardown()
+            return str(error)
+        finally:
+            with contextlib.suppress(Cancelled):  # the hub may be gone already
+                self.client.send(Goodbye(spec.member))
+            fetcher.close()
+            server.close()
+            self.client.close()
+
+    def _setup(self, call: Call) -> None:
+        (parallel,), _ = pickle.loads(call.arguments)
+        module, qualname = self.spec.worker
+        target: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            target = getattr(target, part)
+        worker = target.__new__(target)
+        context = _Context(self.spec, self)
+        context.parallel = parallel
+        worker._ctx = context
+        worker.__init__()
+        self.worker = worker
+        worker.setup()
+
+    def _task(self, call: Call) -> Any:
+        worker = self.worker
+        assert worker is not None, "setup precedes tasks"
+        context: Any = worker._ctx
+        context.step, context.step_index = call.step, call.step_index
+        writers: list[Writer] = []
+
+        def bind(value: Any) -> Any:
+            if not isinstance(value, ChannelArg):
+                return value
+            if value.direction == "in":
+                return Reader(self.endpoint, value)
+            writer = Writer(self.endpoint, value)
+            writers.append(writer)
+            return writer
+
+        given, named = pickle.loads(call.arguments)
+        args = [bind(a) for a in given]
+        kwargs = {k: bind(v) for k, v in named.items()}
+        result = getattr(worker, call.task)(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        for writer in writers:
+            writer.close()
+        return result
+
+    def _run(self, call: Call, body: Callable[[], Any]) -> None:
+        self.clock.wait = self.clock.lock = self.clock.switch = 0.0
+        start, began = time.time(), time.perf_counter()
+        value = b""
+        ok, error, text, secondary = True, "", "", False
+        try:
+            value = _pickled(call, body())
+        except Cancelled as cause:
+            ok, error, secondary = False, str(cause), True
+        except ChannelPoisoned as cause:
+            ok, error, secondary, text = False, str(cause), True, _trimmed_traceback()
+        except Exception as cause:
+            ok, error, text = False, f"{type(cause).__name__}: {cause}", _trimmed_traceback()
+        except SystemExit as cause:
+            ok, error, text = False, f"the task called sys.exit({cause.code!r})", _trimmed_traceback()
+        finally:
+            self._release_devices()
+        end = start + (time.perf_counter() - began)
+        times = CallTimes(start, end, self.clock.wait, self.clock.lock, self.clock.switch)
+        take_reads = getattr(self.spec.cfg, "take_reads", None)
+        reads = tuple(take_reads()) if callable(take_reads) else ()
+        self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
+        self.client.offload_if_wanted()
+
+    # Devices. On this floor a replica that entered a section keeps its devices until its task ends.
+
+    def enter_device(self) -> None:
+        if not self.spec.uses_devices:
+            return
+        self._depth += 1
+        if not self._holding:
+            with self.clock.counting("lock"):
+                pending = self.client.request(
+                    lambda req: Acquire(req=req, member=self.spec.member), "the devices of this group"
+                )
+                granted = self.client.wait(pending)
+            if granted.refused:
+                raise RLinfError(f"no devices for {self.spec.member}: {granted.refused}")
+            self._holding = True
+        if not self._loaded:
+            with self.clock.counting("switch"):
+                assert self.worker is not None
+                self.worker.onload()
+            self._loaded = True
+
+    def exit_device(self) -> None:
+        if self.spec.uses_devices:
+            self._depth -= 1
+
+    def _release_devices(self) -> None:
+        self._depth = 0
+        if self._holding:
+            self._holding = False
+            self.client.send(ReleaseDevices(member=self.spec.member))
+
+    def _serve_offload(self) -> bool:
+        if self._holding:
+            return False
+        if self._loaded:
+            with self.clock.counting("switch"):
+                assert self.worker is not None
+                self.worker.offload()
+            self._loaded = False
+        self.client.send(Offloaded(member=self.spec.member))
+        return True
+
+
+def _pickled(call: Call, value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise RLinfError(
+            f"{call.task}() returned a {type(value).__name__} that cannot be sent to the driver: {error}"
+        ) from error
+
+
+def _exit_with_driver() -> None:
+    """The hub lives in the driver: when it is gone this process has no reason to live."""
+    os._exit(1)
+
+
+def _trimmed_traceback() -> str:
+    """Traceback of the current exception without the host's own frames on top."""
+    kind, error, tb = sys.exc_info()
+    own = __file__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == own:
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(kind, error, tb))
+
+
+class _LineForwarder:
+    """A text stream whose whole lines go to the driver, which prints them with the member's name."""
+
+    encoding = "utf-8"
+    errors = "replace"
+
+    def __init__(self, client: HubClient, member: str, stream: str) -> None:
+        self._client = client
+        self._member = member
+        self._stream = stream
+        self._rest = ""
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            if lines and self._client.cancelled is None:
+                self._client.send(Log(self._member, self._stream, "\n".join(lines)))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back but an unfinished line."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return 2
+
+    def writable(self) -> bool:
+        return True
+
+
+class ActorHost:
+    """The plain Ray actor class. ``main`` runs on the process's main thread for the whole run."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+
+    def main(self) -> str:
+        spec = self._spec
+        with contextlib.suppress(OSError):  # output then stays in Ray's own log files
+            logs = Path(spec.run_dir) / "logs"
+            logs.mkdir(parents=True, exist_ok=True)
+            log = os.open(logs / f"{spec.member}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+        return Host(spec).main()

@@ -1,0 +1,1 @@
+"""The run's hub: channel metadata, device lock, calls and health over stream sockets."""

@@ -1,0 +1,227 @@
+"""A member's side of the hub: one socket, one control thread, waits that can be interrupted.
+
+The control thread reads messages, completes requests and queues calls; it never runs user code. The engine
+thread (the process's main thread) takes calls, and while it waits it also serves requests that only it may
+serve, such as offloading.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rlinf_core.errors import Cancelled, WaitTimeout
+from rlinf_core.hub import wire
+from rlinf_core.hub.messages import Call, Cancel, Hello, Offload, Release, Stacks
+
+
+class Pending:
+    """A request that the hub has not answered yet."""
+
+    __slots__ = ("callbacks", "done", "req", "value", "what")
+
+    def __init__(self, req: tuple[str, int], what: str) -> None:
+        self.req = req
+        self.what = what
+        self.done = False
+        self.value: Any = None
+        self.callbacks: list[Callable[[], None]] = []
+
+
+class HubClient:
+    """Connection of ``hello.member`` to the hub at ``address``.
+
+    ``on_message`` gets what the control thread does not handle itself (used by the driver), ``on_lost`` is
+    called once when the hub is gone.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        hello: Hello,
+        *,
+        on_message: Callable[[Any], None] | None = None,
+        on_release: Callable[[tuple[int, ...]], None] | None = None,
+        on_lost: Callable[[], None] | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self.member = hello.member
+        self._socket = wire.connect(address, secret, timeout)
+        self._send_lock = threading.Lock()
+        self._condition = threading.Condition()
+        self._ids = itertools.count()
+        self._pending: dict[tuple[str, int], Pending] = {}
+        self._calls: deque[Call] = deque()
+        self._offload_wanted = False
+        self._closed = False
+        self._on_message = on_message
+        self._on_release = on_release
+        self._on_lost = on_lost
+        self.engine_thread = threading.current_thread()
+        self.serve_offload: Callable[[], bool] | None = None
+        self.cancelled: str | None = None
+        self.send(hello)
+        self._thread = threading.Thread(target=self._read, name=f"rlinf-control-{self.member}", daemon=True)
+        self._thread.start()
+
+    # Sending
+
+    def send(self, *messages: Any) -> None:
+        data = b"".join(wire.pack(m) for m in messages)
+        with self._send_lock:
+            try:
+                self._socket.sendall(data)
+            except OSError as error:
+                raise Cancelled(f"{self.member}: the hub is gone ({error})") from error
+
+    def request(self, build: Callable[[tuple[str, int]], Any], what: str) -> Pending:
+        """Send the event that ``build(req)`` makes; ``what`` says in words what is waited for."""
+        self.check()
+        pending = Pending((self.member, next(self._ids)), what)
+        with self._condition:
+            self._pending[pending.req] = pending
+        self.send(build(pending.req))
+        return pending
+
+    def forget(self, pending: Pending) -> None:
+        with self._condition:
+            self._pending.pop(pending.req, None)
+
+    def on_done(self, pending: Pending, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the control thread when the request is answered or the run is stopped."""
+        with self._condition:
+            if not pending.done and self.cancelled is None:
+                pending.callbacks.append(callback)
+                return
+        callback()
+
+    def check(self) -> None:
+        """Raise ``Cancelled`` when the run is being stopped."""
+        if self.cancelled is not None:
+            raise Cancelled(self.cancelled)
+
+    # Waiting
+
+    def wait(self, pending: Pending, timeout: float | None = None) -> Any:
+        """Value of a request. Serves offload requests meanwhile when called on the engine thread."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        engine = threading.current_thread() is self.engine_thread
+        while True:
+            offload = False
+            with self._condition:
+                while not pending.done:
+                    self.check()
+                    if engine and self._offload_wanted:
+                        offload = True
+                        break
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        raise WaitTimeout(f"{self.member}: {pending.what} did not come within {timeout:g} s")
+                    self._condition.wait(remaining)
+                else:
+                    return pending.value
+            if offload and not self._try_offload():
+                # Not at a safe point: wait for the answer alone.
+                engine = False
+
+    def _try_offload(self) -> bool:
+        if self.serve_offload is None or not self.serve_offload():
+            return False
+        with self._condition:
+            self._offload_wanted = False
+        return True
+
+    def next_call(self) -> Call:
+        """Next call for the engine thread; blocks, serving offload requests."""
+        while True:
+            with self._condition:
+                while not self._calls and not self._offload_wanted:
+                    self.check()
+                    self._condition.wait()
+                self.check()
+                if not self._offload_wanted:
+                    return self._calls.popleft()
+            if not self._try_offload():
+                with self._condition:
+                    if self._calls:
+                        return self._calls.popleft()
+                    self._offload_wanted = False
+
+    def offload_if_wanted(self) -> None:
+        """Serve a waiting offload request now (between a task's end and the next call)."""
+        if self._offload_wanted:
+            self._try_offload()
+
+    # Control thread
+
+    def _read(self) -> None:
+        reason = "the hub closed the connection"
+        try:
+            while True:
+                self._dispatch(wire.recv_message(self._socket))
+        except (OSError, EOFError) as error:
+            reason = f"the hub is gone ({error})"
+        finally:
+            with self._condition:
+                if self.cancelled is None:
+                    self.cancelled = f"{self.member}: {reason}"
+                self._condition.notify_all()
+            self._run_callbacks_of_all()
+            if self._on_lost is not None and not self._closed:
+                self._on_lost()
+
+    def _dispatch(self, message: Any) -> None:
+        if isinstance(message, Call):
+            with self._condition:
+                self._calls.append(message)
+                self._condition.notify_all()
+        elif isinstance(message, Release):
+            if self._on_release is not None:
+                self._on_release(message.keys)
+        elif isinstance(message, Offload):
+            with self._condition:
+                self._offload_wanted = True
+                self._condition.notify_all()
+        elif isinstance(message, Cancel):
+            with self._condition:
+                self.cancelled = message.cause
+                self._condition.notify_all()
+            self._run_callbacks_of_all()
+        elif isinstance(message, Stacks):
+            self.send(Stacks(self.member, self._engine_stack()))
+        elif getattr(message, "req", None) in self._pending:
+            with self._condition:
+                pending = self._pending.pop(message.req)
+                pending.value = message
+                pending.done = True
+                self._condition.notify_all()
+            for callback in pending.callbacks:
+                callback()
+        elif self._on_message is not None:
+            self._on_message(message)
+
+    def _run_callbacks_of_all(self) -> None:
+        with self._condition:
+            callbacks = [c for p in self._pending.values() for c in p.callbacks]
+        for callback in callbacks:
+            callback()
+
+    def _engine_stack(self) -> str:
+        frame = sys._current_frames().get(self.engine_thread.ident or -1)
+        return "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
+
+    def close(self) -> None:
+        self._closed = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # already closed by the hub
+        self._socket.close()

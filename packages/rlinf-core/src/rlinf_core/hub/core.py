@@ -1,0 +1,248 @@
+"""What the hub decides, without any I/O: messages of members in, messages to members out.
+
+It keeps the channel board and the device lock, routes calls and results, remembers who waits for what, and turns
+the first failure into the run's cause. ``rlinf_core.hub.server`` gives it sockets and a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+from rlinf_core import devicelock
+from rlinf_core.board import events as ev
+from rlinf_core.board.board import Board
+from rlinf_core.devicelock import DeviceLock
+from rlinf_core.hub.messages import (
+    DRIVER,
+    Acquire,
+    Call,
+    CallResult,
+    Cancel,
+    Died,
+    Failure,
+    Feeding,
+    Goodbye,
+    Granted,
+    Hello,
+    Log,
+    Offload,
+    Offloaded,
+    Release,
+    ReleaseDevices,
+    Stacks,
+)
+from rlinf_core.payload import Descriptor
+
+Outgoing = list[tuple[str, Any]]
+_BOARD_EVENTS = get_args(ev.Event)
+
+
+@dataclass
+class MemberState:
+    """What the hub knows of one member."""
+
+    hello: Hello
+    leaving: bool = False
+    calls: dict[int, Call] = field(default_factory=dict)
+    waits: dict[tuple[str, int], str] = field(default_factory=dict)
+    feeds: int = 0
+
+    def describe(self) -> str:
+        if not self.calls:
+            return "idle"
+        call = next(iter(self.calls.values()))
+        name = f"{call.task} of {call.step}" if call.step else call.task
+        if not self.waits:
+            return f"working in {name}"
+        return f"in {name}, waiting for " + " and ".join(self.waits.values())
+
+
+class HubCore:
+    """State of one run's hub. ``lock_replica`` names the lock replica and rank of each member that has devices."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.lock: DeviceLock | None = None
+        self.lock_replica: dict[str, tuple[str, int]] = {}
+        self.members: dict[str, MemberState] = {}
+        self.failure: Failure | None = None
+        self._lock_reqs: dict[tuple[str, int], tuple[str, int]] = {}
+
+    def set_lock(self, lock: DeviceLock, replicas: Mapping[str, tuple[str, int]]) -> None:
+        self.lock = lock
+        self.lock_replica = dict(replicas)
+
+    def handle(self, member: str, message: Any) -> Outgoing:
+        """Decide what one message of ``member`` causes."""
+        if isinstance(message, _BOARD_EVENTS):
+            return self._board(member, message)
+        if isinstance(message, Acquire | ReleaseDevices | Offloaded):
+            return self._device(member, message)
+        if isinstance(message, Call):
+            return self._call(message)
+        if isinstance(message, CallResult):
+            return self._result(message)
+        if isinstance(message, Hello):
+            self.members[member] = MemberState(message)
+            return [(DRIVER, message)] if member != DRIVER else []
+        if isinstance(message, Goodbye):
+            self.members[member].leaving = True
+            return []
+        if isinstance(message, Feeding):
+            self.members[member].feeds += message.change
+            return []
+        if isinstance(message, Log | Stacks):
+            return [(DRIVER, message)]
+        if isinstance(message, Failure):
+            return self.fail(message)
+        if isinstance(message, Cancel):
+            return [(m, message) for m in self.members if m != DRIVER]
+        raise TypeError(f"unknown message {type(message).__name__} from {member}")
+
+    # Calls
+
+    def _call(self, call: Call) -> Outgoing:
+        state = self.members.get(call.member)
+        if state is None:
+            return self.fail(Failure(call.member, f"{call.member} is not there to run {call.task!r}"))
+        state.calls[call.call_id] = call
+        return [(call.member, call)]
+
+    def _result(self, result: CallResult) -> Outgoing:
+        state = self.members.get(result.member)
+        call = state.calls.pop(result.call_id, None) if state is not None else None
+        out: Outgoing = []
+        if not result.ok:
+            if not result.secondary:
+                task = f" in {call.task} of {call.step}" if call and call.step else f" in {call.task}" if call else ""
+                failure = Failure(result.member, f"{result.member} failed{task}: {result.error}", result.traceback_text)
+                out += self.fail(failure)
+            if call is not None:
+                out += self._poison(call, result.error)
+        out.append((DRIVER, result))
+        return out
+
+    def _poison(self, call: Call, cause: str) -> Outgoing:
+        out: Outgoing = []
+        for arg in call.outputs:
+            out += self._instructions(
+                self.board.handle(ev.PoisonWriter(channel=arg.channel, writer=arg.writer, cause=cause))
+            )
+        return out
+
+    def fail(self, failure: Failure) -> Outgoing:
+        """Record the first failure, tell the driver, and stop everybody else."""
+        if self.failure is not None:
+            return []
+        self.failure = failure
+        cancel = Cancel(f"the run is being stopped: {failure.message}")
+        return [(DRIVER, failure), *((m, cancel) for m in self.members if m != DRIVER)]
+
+    def lost(self, member: str) -> Outgoing:
+        """The member's connection ended."""
+        state = self.members.pop(member, None)
+        if state is None or state.leaving or member == DRIVER:
+            return []
+        out: Outgoing = [(DRIVER, Died(member, state.describe()))]
+        cause = f"{member} died while {state.describe()}"
+        out += self.fail(Failure(member, cause))
+        out += self._instructions(self.board.handle(ev.MemberDied(member=member, cause=cause)))
+        replica = self.lock_replica.get(member)
+        if self.lock is not None and replica is not None:
+            out += self._lock_instructions(self.lock.handle(devicelock.Died(replica[0], cause)))
+        return out
+
+    # Channels
+
+    def _board(self, member: str, event: Any) -> Outgoing:
+        req = getattr(event, "req", None)
+        state = self.members.get(member)
+        if isinstance(event, ev.CancelRequest):
+            if state is not None:
+                state.waits.pop(cast(tuple[str, int], event.req), None)
+        elif req is not None and state is not None:
+            state.waits[req] = _wait_text(event)
+        return self._instructions(self.board.handle(event))
+
+    def _instructions(self, instructions: list[Any]) -> Outgoing:
+        out: Outgoing = []
+        for instruction in instructions:
+            req: Any = getattr(instruction, "req", None)
+            if req is not None:
+                state = self.members.get(req[0])
+                if state is not None:
+                    state.waits.pop(req, None)
+                    out.append((req[0], instruction))
+            elif isinstance(instruction, ev.Released):
+                keys = tuple(d.key for d in cast(tuple[Descriptor, ...], instruction.descriptors))
+                out.append((instruction.member, Release(keys)))
+            elif isinstance(instruction, ev.StepFailed):
+                out += self.fail(Failure("", f"step {instruction.step}: {instruction.cause}"))
+            else:
+                out.append((DRIVER, instruction))
+        return out
+
+    # Devices
+
+    def _device(self, member: str, message: Acquire | ReleaseDevices | Offloaded) -> Outgoing:
+        if self.lock is None or member not in self.lock_replica:
+            raise ValueError(f"{member} has no devices in this plan")
+        replica, rank = self.lock_replica[member]
+        if isinstance(message, ReleaseDevices):
+            return self._lock_instructions(self.lock.handle(devicelock.Release(replica, rank)))
+        if isinstance(message, Offloaded):
+            return self._lock_instructions(self.lock.handle(devicelock.Offloaded(replica, rank)))
+        self._lock_reqs[replica, rank] = message.req
+        state = self.members[member]
+        out = self._lock_instructions(self.lock.handle(devicelock.Acquire(replica, rank)))
+        if (replica, rank) in self._lock_reqs:
+            state.waits[message.req] = "devices"
+        return out
+
+    def _lock_instructions(self, instructions: list[Any]) -> Outgoing:
+        out: Outgoing = []
+        for instruction in instructions:
+            if isinstance(instruction, devicelock.Grant | devicelock.Refused):
+                req = self._lock_reqs.pop((instruction.replica, instruction.rank), None)
+                if req is None:
+                    continue  # the asker died meanwhile
+                state = self.members.get(req[0])
+                if state is not None:
+                    state.waits.pop(req, None)
+                    out.append((req[0], Granted(req, getattr(instruction, "reason", ""))))
+            elif isinstance(instruction, devicelock.AskOffload):
+                out += [(m, Offload()) for m, (name, _) in self.lock_replica.items() if name == instruction.replica]
+        return out
+
+    def report(self) -> str:
+        """One line per member: what it does or waits for."""
+        lines = []
+        for name, state in self.members.items():
+            if name == DRIVER and not state.waits:
+                continue
+            lines.append(f"  {name}: {state.describe()}")
+            for req, what in state.waits.items():
+                if what != "devices":
+                    lines.append(f"    {self.board.explain_request(req)}")
+                elif self.lock is not None and name in self.lock_replica:
+                    lines.append(f"    {self.lock.explain(self.lock_replica[name][0])}")
+        return "\n".join(lines)
+
+    def stuck(self) -> bool:
+        """True when calls are open and every member that has one waits: nothing can move any more."""
+        busy = [s for s in self.members.values() if s.calls]
+        driver = self.members.get(DRIVER)
+        feeding = driver is not None and driver.feeds > len(driver.waits)
+        return bool(busy) and not feeding and all(s.waits for s in busy)
+
+
+def _wait_text(event: Any) -> str:
+    if isinstance(event, ev.Put):
+        return f"credit to put on channel {event.channel!r}"
+    if isinstance(event, ev.Get):
+        return f"an item of channel {event.channel!r}"
+    if isinstance(event, ev.JoinReader):
+        return f"a pair of channels {event.a!r} and {event.b!r}"
+    return type(event).__name__

@@ -1,0 +1,161 @@
+"""What travels between the hub and its members besides board and lock events. Plain picklable data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DRIVER = "driver"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a member: who it is and where it can be reached."""
+
+    member: str
+    pid: int
+    host: str
+    payload_address: tuple[str, int]
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelArg:
+    """A channel passed to a task. ``writer`` is set for outputs."""
+
+    channel: str
+    direction: str
+    writer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run ``task`` on ``member``. ``kind`` is ``setup``, ``task`` or ``stop``."""
+
+    call_id: int
+    member: str
+    kind: str
+    task: str
+    step: str = ""
+    step_index: int = 0
+    arguments: bytes = b""
+    """Pickled ``(args, kwargs)``; only the member unpickles it, so that a fault there is that task's error."""
+    outputs: tuple[ChannelArg, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """Seconds of one call on one rank; ``start`` and ``end`` are wall-clock (``time.time``).
+
+    ``wait`` is spent waiting for items, credit or payloads, ``lock`` for devices, ``switch`` loading and
+    offloading; what remains of ``end - start`` is the task's own work.
+    """
+
+    start: float
+    end: float
+    wait: float = 0.0
+    lock: float = 0.0
+    switch: float = 0.0
+
+    @property
+    def work(self) -> float:
+        return max(0.0, self.end - self.start - self.wait - self.lock - self.switch)
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    call_id: int
+    member: str
+    ok: bool
+    value: bytes
+    """Pickled return value (empty when the task failed)."""
+    times: CallTimes
+    error: str = ""
+    traceback_text: str = ""
+    secondary: bool = False
+    """The task failed only because something else did (poisoned input, cancelled run)."""
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first real cause of a failed run."""
+
+    member: str
+    message: str
+    traceback_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Payloads that nobody will fetch any more."""
+
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Another replica wants the devices: offload at the next safe point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    member: str
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    member: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Request (empty ``text``) and answer of a member's engine-thread stack, for reports of stalls."""
+
+    member: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """A rank asks for its replica's devices; answered with ``Granted``."""
+
+    req: tuple[str, int]
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    req: tuple[str, int]
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseDevices:
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A member leaves in order; the end of its connection is no death."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """The driver starts (+1) or ends (-1) feeding a channel: while it iterates the user's data it is not stuck."""
+
+    change: int

@@ -1,0 +1,330 @@
+"""Steps and handles of a running flow: the program's calls become messages, results become metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlinf_core.board import events as ev
+from rlinf_core.errors import AccountError, ChannelError, TraceError, nearest
+from rlinf_core.flow import (
+    BoundCall,
+    ChannelRef,
+    Feed,
+    Flow,
+    GroupSpec,
+    Step,
+    StepRecord,
+    differences,
+)
+from rlinf_core.graph import FlowGraph, PhaseGraph
+from rlinf_core.hub.messages import CallResult, ChannelArg
+from rlinf_core.runtime import CallState, Runtime
+
+ACCOUNT_TIMEOUT_S = 60.0
+
+
+class Handle:
+    """A call in flight on all ranks of a group."""
+
+    def __init__(self, runtime: Runtime, state: CallState) -> None:
+        self._runtime = runtime
+        self._state = state
+
+    @property
+    def done(self) -> bool:
+        return self._state.done
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """What each rank returned. Raises the run's failure, or ``WaitTimeout`` saying who is still at it."""
+        s = self._state
+
+        def late() -> str:
+            missing = [m for m in s.members if m not in s.results]
+            return (
+                f"{s.group}.{s.task}() not done by {', '.join(missing)} within {timeout} s:\n{self._runtime.report()}"
+            )
+
+        self._runtime.wait(lambda: s.done, timeout, late)
+        return s.values()
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return asyncio.get_running_loop().run_in_executor(None, self.wait).__await__()
+
+    @property
+    def durations(self) -> dict[str, float]:
+        """Seconds over ranks: ``min``, ``mean``, ``max`` (of the ranks that are done)."""
+        spent = [r.times.end - r.times.start for r in self._state.results.values()]
+        if not spent:
+            return {}
+        return {"min": min(spent), "mean": sum(spent) / len(spent), "max": max(spent)}
+
+
+class LiveStep(Step):
+    """A step that runs. Its channels are opened with all readers and writers that the trace found."""
+
+    def __init__(self, flow: LiveFlow, phase: str, index: int, total: int, traced: PhaseGraph) -> None:
+        super().__init__(flow, phase, index, total)
+        self._live = flow
+        self._runtime = flow.runtime
+        self._traced = traced
+        self._record = StepRecord(phase)
+        self._handles: list[Handle] = []
+        self._reports: list[tuple[Handle, str]] = []
+        self._begin = time.time()
+        self._joined = False
+        self.metrics: dict[str, float] = {}
+
+    def _open(self, name: str) -> ChannelRef:
+        self._record.open(name)
+        if name not in self._traced.channels:
+            raise TraceError(
+                f"step {self.full_name} opens channel {name!r}, which it did not when traced"
+                f"{nearest(name, self._traced.channels)}"
+            )
+        ref = ChannelRef(name, self.full_name)
+        plan, phase = self._runtime.plan, self.phase
+        spill = plan.spills(phase, name)
+        events: list[Any] = [
+            ev.OpenChannel(ref.full_name, self.full_name, self._live.max_items, self._live.max_bytes, spill)
+        ]
+        readers = {self._traced.calls[r].group: None for r in self._traced.readers(name)}
+        for group in readers:
+            stage = self._live.groups[group].stage()
+            ranks = len(plan.groups[group].processes)
+            portion = plan.portion_for(phase, name, group)
+            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, stage.barrier, portion))  # type: ignore[arg-type]
+        for index in self._traced.writers(name):
+            for member in self._runtime.members(self._traced.calls[index].group):
+                events.append(ev.AddWriter(ref.full_name, f"{member}#{index}"))
+        for index, feed in enumerate(self._traced.feeds):
+            if feed == name:
+                events.append(ev.AddWriter(ref.full_name, f"driver#feed{index}"))
+        self._runtime.send(*events, ev.SealWriters(ref.full_name))
+        return ref
+
+    def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
+        index = len(self._record.feeds)
+        self._record.feeds.append(channel.name)
+        self._expect("feeds", index)
+        make: Callable[[], Iterable[Any]] = items if callable(items) else lambda: items
+        self._runtime.feed(channel.full_name, f"driver#feed{index}", make, key)
+
+    def _report(self, handle: Any, reduce: str) -> None:
+        if not isinstance(handle, Handle):
+            raise TraceError(f"step.report() takes what a group call returned, got a {type(handle).__name__}")
+        self._reports.append((handle, reduce))
+
+    def _call(self, call: BoundCall) -> Handle:
+        index = len(self._record.calls)
+        self._record.calls.append(call.spec())
+        self._expect("calls", index)
+
+        def argument(name: str, value: Any, member: str) -> Any:
+            if not isinstance(value, ChannelRef):
+                return value
+            direction = call.task.directions[name]
+            return ChannelArg(value.full_name, direction, f"{member}#{index}" if direction == "out" else "")
+
+        def arguments(member: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            named = zip(call.task.parameters, call.args, strict=False)
+            return (
+                tuple(argument(n, v, member) for n, v in named),
+                {n: argument(n, v, member) for n, v in call.kwargs.items()},
+            )
+
+        return self._track(self._runtime.call(call.group, call.task.name, self.full_name, self.index, arguments))
+
+    def _publish(self, source: GroupSpec, target: GroupSpec) -> Handle:
+        index = len(self._record.weights)
+        self._record.weights.append((source.name, target.name))
+        self._expect("weights", index)
+        self._live.version += 1
+        version, channel = self._live.version, f"{self.full_name}:weights{index}"
+        receivers = self._runtime.members(target.name)
+        writers = {m: f"{m}#weights{index}" for m in self._runtime.members(source.name)}
+        self._runtime.send(
+            ev.OpenChannel(channel, self.full_name, 0, 0, True),
+            ev.AddReader(channel, target.name, len(receivers)),
+            *(ev.AddWriter(channel, w) for w in writers.values()),
+            ev.SealWriters(channel),
+        )
+        sent = self._runtime.call(
+            source.name,
+            "publish_weights",
+            self.full_name,
+            self.index,
+            lambda m: ((ChannelArg(channel, "out", writers[m]), version, len(receivers)), {}),
+        )
+        self._track(sent)
+        return self._track(
+            self._runtime.call(
+                target.name, "receive_weights", self.full_name, self.index, lambda m: ((ChannelArg(channel, "in"),), {})
+            )
+        )
+
+    def _track(self, state: CallState) -> Handle:
+        handle = Handle(self._runtime, state)
+        self._handles.append(handle)
+        return handle
+
+    def _expect(self, what: str, index: int) -> None:
+        """Refuse a call that the trace does not have at this place, before it is dispatched."""
+        traced, now = getattr(self._traced, what), getattr(self._record.graph(), what)
+        if index >= len(traced) or traced[index] != now[index]:
+            part = PhaseGraph(self.phase, **{what: now})
+            difference = differences(PhaseGraph(self.phase, **{what: traced[: index + 1]}), part)
+            raise TraceError(f"step {self.full_name} differs from the traced one: {difference}")
+
+    def join(self) -> dict[str, float]:
+        if self._joined:
+            return self.metrics
+        difference = differences(self._traced, self._record.graph())
+        if difference:
+            raise TraceError(f"step {self.full_name} differs from the traced one: {difference}")
+        for handle in self._handles:
+            handle.wait()
+        account = self._runtime.account(self.full_name, ACCOUNT_TIMEOUT_S)
+        self._check_account(account)
+        self._runtime.send(ev.CloseStep(self.full_name))
+        end = time.time()
+        self.metrics = {**self._merge_reports(), **self._timings(end)}
+        if "response/tokens" in self.metrics:
+            self.metrics["tokens_per_s"] = self.metrics["response/tokens"] / self.metrics["time/step_s"]
+        if account.dropped:
+            self.metrics["samples/dropped"] = float(len(account.dropped))
+        self._joined = True
+        self._live.listener.step_done(self, account.dropped)
+        return self.metrics
+
+    def _check_account(self, account: ev.StepAccount) -> None:
+        if account.lost:
+            shown = [f"  {sample}: last with {holder}" for sample, holder in list(account.lost.items())[:10]]
+            more = len(account.lost) - len(shown)
+            raise AccountError(
+                f"step {self.full_name}: {len(account.lost)} sample(s) were neither trained on nor dropped by name "
+                "(self.trained(...) or self.drop(..., reason)):\n"
+                + "\n".join(shown)
+                + (f"\n  and {more} more" if more else "")
+            )
+        if account.unread:
+            rows = ", ".join(f"{n} on channel {c!r}" for c, n in account.unread.items())
+            raise ChannelError(f"step {self.full_name}: items were put that nobody took: {rows}")
+
+    def _merge_reports(self) -> dict[str, float]:
+        merged: dict[str, float] = {}
+        for handle, reduce in self._reports:
+            values = [v for v in handle.wait() if v]
+            for value in values:
+                if not isinstance(value, dict):
+                    raise TraceError(
+                        f"{handle._state.group}.{handle._state.task}() is reported but returned a {type(value).__name__}, "
+                        "not a dict of numbers"
+                    )
+            for name in dict.fromkeys(n for v in values for n in v):
+                numbers = [float(v[name]) for v in values if name in v]
+                merged[name] = sum(numbers) / (len(numbers) if reduce == "mean" else 1)
+        return merged
+
+    def _timings(self, end: float) -> dict[str, float]:
+        """Seconds of each task's own work (slowest rank), of waiting, and what no task accounts for."""
+        timings: dict[str, float] = {}
+        covered: list[tuple[float, float]] = []
+        busy = 0.0
+        for handle in self._handles:
+            state = handle._state
+            results = list(state.results.values())
+            rows = [(f"time/{state.task}_s", max(r.times.work for r in results))]
+            rows += [(name, max(getattr(r.times, part) for r in results)) for name, part in _WAITS.items()]
+            for name, spent in rows:
+                timings[name] = timings.get(name, 0.0) + spent
+            covered += [(r.times.start, r.times.end) for r in results]
+            processes = self._runtime.plan.groups[state.group].processes
+            busy += sum(r.times.work * len(d) for r, d in zip(results, processes, strict=True))
+            self._live.listener.spans(state, results)
+        step = end - self._begin
+        devices = {d for g in self._runtime.plan.groups.values() for p in g.processes for d in p}
+        timings["time/step_s"] = step
+        timings["time/framework_s"] = max(0.0, step - _union(covered))
+        if devices and step > 0:
+            timings["device/use"] = min(1.0, busy / (len(devices) * step))
+        return timings
+
+
+_WAITS = {"wait/items_s": "wait", "wait/devices_s": "lock", "time/switch_s": "switch"}
+
+
+def _union(intervals: list[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class Listener(Protocol):
+    """Who is told what the flow does (progress line, loggers, trace)."""
+
+    def step_begins(self, step: LiveStep) -> None: ...
+
+    def step_done(self, step: LiveStep, dropped: Mapping[str, str]) -> None: ...
+
+    def spans(self, state: CallState, results: list[CallResult]) -> None: ...
+
+    def record(self, name: str, metrics: Mapping[str, float]) -> None: ...
+
+
+class LiveFlow(Flow):
+    """The flow on running workers. ``listener`` is told of finished steps, spans and records."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        graph: FlowGraph,
+        groups: dict[str, GroupSpec],
+        *,
+        seed: int,
+        run_dir: Path,
+        max_items: int,
+        max_bytes: int,
+        listener: Listener,
+    ) -> None:
+        super().__init__(seed, run_dir)
+        self.runtime = runtime
+        self.max_items = max_items
+        self.max_bytes = max_bytes
+        self.version = 0
+        self._graph = graph
+        self._traced_groups = groups
+        self.listener = listener
+        self._next_index: dict[str, int] = {}
+
+    def _declare(self, spec: GroupSpec) -> None:
+        traced = self._traced_groups.get(spec.name)
+        if traced is None or traced.worker is not spec.worker:
+            raise TraceError(f"group {spec.name!r} is declared differently from the traced program")
+
+    def _steps(self, count: int, name: str) -> Iterator[Step]:
+        traced = self._graph.phases.get(name)
+        if traced is None:
+            raise TraceError(
+                f"phase {name!r} was not run when the program was traced{nearest(name, self._graph.phases)}; "
+                "what a program does must not depend on results"
+            )
+        first = self._next_index.get(name, 0)
+        self._next_index[name] = first + count
+        for index in range(count):
+            step = LiveStep(self, name, first + index, first + count, traced)
+            self.listener.step_begins(step)
+            self._stack.append(step)
+            try:
+                yield step
+            finally:
+                self._stack.pop()
+            step.join()
+
+    def record(self, name: str, metrics: Any) -> None:
+        self.listener.record(name, metrics)

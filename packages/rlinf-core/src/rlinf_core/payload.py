@@ -1,0 +1,238 @@
+"""Payloads of channel items: encoding, the producer's store, and the socket link that moves them.
+
+An item is pickled once with its buffers (tensors, arrays, large bytes) kept apart, stays in its producer's
+memory, and is fetched by the consumer over a direct socket; the hub sees only the ``Descriptor``. Buffers are
+copied when an item is put, so a producer may change a tensor in place afterwards.
+
+Peers authenticate with the run's secret before anything is unpickled (``rlinf_core.hub.wire``).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rlinf_core.errors import ChannelError
+from rlinf_core.hub import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Where a payload lies: its producer's address and key there. ``nbytes`` counts all buffers."""
+
+    member: str
+    address: tuple[str, int]
+    key: int
+    nbytes: int
+
+
+Frame = list[bytes | bytearray | memoryview]
+
+
+def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if 0 in shape:
+        tensor = torch.empty(shape, dtype=kind)
+    else:
+        tensor = torch.frombuffer(buffer, dtype=kind).reshape(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles CPU tensors through out-of-band buffers; torch is looked at only if something has loaded it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) is not torch.Tensor:
+            return NotImplemented
+        if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        flat = obj.detach().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
+        requires_grad = bool(obj.requires_grad and obj.is_leaf)
+        dtype = str(obj.dtype).removeprefix("torch.")
+        return _rebuild_tensor, (pickle.PickleBuffer(raw), dtype, tuple(obj.shape), requires_grad)
+
+
+def encode(item: Any) -> Frame:
+    """Pickle ``item`` into a frame: the pickle first, then each buffer (copied).
+
+    Raises ``ChannelError`` naming what cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(item)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise ChannelError(f"a {type(item).__name__} cannot be sent through a channel: {error}") from error
+    return [stream.getvalue(), *(bytearray(b.raw()) for b in buffers)]
+
+
+def decode(frame: Frame) -> Any:
+    """Inverse of ``encode``; arrays and tensors use the frame's buffers in place."""
+    return pickle.loads(frame[0], buffers=frame[1:])
+
+
+class PayloadStore:
+    """What this process has put and nobody has finished fetching."""
+
+    def __init__(self) -> None:
+        self._keys = itertools.count()
+        self._frames: dict[int, tuple[Frame, int]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, frame: Frame, references: int = 1) -> int:
+        key = next(self._keys)
+        with self._lock:
+            self._frames[key] = (frame, references)
+        return key
+
+    def get(self, key: int) -> Frame | None:
+        with self._lock:
+            entry = self._frames.get(key)
+        return entry[0] if entry else None
+
+    def release(self, keys: Iterable[int]) -> None:
+        with self._lock:
+            for key in keys:
+                entry = self._frames.get(key)
+                if entry is None:
+                    continue
+                if entry[1] <= 1:
+                    del self._frames[key]
+                else:
+                    self._frames[key] = (entry[0], entry[1] - 1)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+
+_COUNT = struct.Struct("<q")
+
+
+def _send_frame(sock: socket.socket, frame: Frame) -> None:
+    sizes = struct.pack(f"<q{len(frame)}q", len(frame), *(len(b) for b in frame))
+    sock.sendall(sizes)
+    for buffer in frame:
+        sock.sendall(buffer)
+
+
+def _recv_frame(sock: socket.socket) -> Frame | None:
+    """Read one frame; ``None`` means that the producer no longer has the payload."""
+    (count,) = _COUNT.unpack(wire.recv_exactly(sock, 8))
+    if count < 0:
+        return None
+    sizes = struct.unpack(f"<{count}q", wire.recv_exactly(sock, 8 * count))
+    return [wire.recv_exactly(sock, size) for size in sizes]
+
+
+class PayloadServer:
+    """Serves this process's store to consumers; one thread accepts, one per consumer connection answers."""
+
+    def __init__(self, store: PayloadStore, secret: bytes, host: str) -> None:
+        self._store = store
+        self._secret = secret
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="rlinf-payload-accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), name="rlinf-payload", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        self._open.add(sock)
+        try:
+            wire.authenticate_incoming(sock, self._secret)
+            while True:
+                (count,) = _COUNT.unpack(wire.recv_exactly(sock, 8))
+                keys = struct.unpack(f"<{count}q", wire.recv_exactly(sock, 8 * count))
+                for key in keys:
+                    frame = self._store.get(key)
+                    if frame is None:
+                        sock.sendall(_COUNT.pack(-1))
+                    else:
+                        _send_frame(sock, frame)
+        except (OSError, EOFError, wire.AuthenticationError):
+            return  # the consumer left, or a stranger without the secret was turned away
+        finally:
+            self._open.discard(sock)
+            sock.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._listener.close()
+        for sock in list(self._open):
+            sock.close()
+
+
+class PayloadFetcher:
+    """The consumer's side: one kept connection per producer, made on first use."""
+
+    def __init__(self, secret: bytes, store: PayloadStore, member: str, timeout: float = 120.0) -> None:
+        self._secret = secret
+        self._store = store
+        self._member = member
+        self._timeout = timeout
+        self._sockets: dict[tuple[str, int], socket.socket] = {}
+        self._lock = threading.Lock()
+
+    def fetch(self, descriptors: list[Descriptor]) -> list[Any]:
+        """Decoded items in the order asked. Raises ``ChannelError`` naming the producer that is gone."""
+        frames: dict[int, Frame] = {}
+        by_producer: dict[tuple[str, int], list[int]] = {}
+        for position, descriptor in enumerate(descriptors):
+            if descriptor.member == self._member:
+                own = self._store.get(descriptor.key)
+                if own is None:
+                    raise ChannelError(f"payload {descriptor.key} of {self._member} was already released")
+                frames[position] = [own[0], *(bytearray(b) for b in own[1:])]
+            else:
+                by_producer.setdefault(descriptor.address, []).append(position)
+        with self._lock:
+            for address, positions in by_producer.items():
+                member = descriptors[positions[0]].member
+                frames.update(self._from(address, member, positions, [descriptors[p].key for p in positions]))
+        return [decode(frames[p]) for p in range(len(descriptors))]
+
+    def _from(self, address: tuple[str, int], member: str, positions: list[int], keys: list[int]) -> dict[int, Frame]:
+        try:
+            sock = self._sockets.get(address)
+            if sock is None:
+                sock = wire.connect(address, self._secret, self._timeout)
+                self._sockets[address] = sock
+            sock.sendall(struct.pack(f"<q{len(keys)}q", len(keys), *keys))
+            received = {position: _recv_frame(sock) for position in positions}
+        except (OSError, EOFError) as error:
+            broken = self._sockets.pop(address, None)
+            if broken is not None:
+                broken.close()
+            raise ChannelError(
+                f"cannot fetch {len(keys)} item(s) from {member}: {error or 'connection closed'}"
+            ) from error
+        missing = [p for p, frame in received.items() if frame is None]
+        if missing:
+            raise ChannelError(f"{member} no longer has {len(missing)} of the {len(keys)} item(s) asked for")
+        return {p: frame for p, frame in received.items() if frame is not None}
+
+    def close(self) -> None:
+        with self._lock:
+            for sock in self._sockets.values():
+                sock.close()
+            self._sockets.clear()

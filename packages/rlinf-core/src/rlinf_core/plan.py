@@ -1,0 +1,465 @@
+"""Plans: made from the config, checked against flow and cluster, and the flat view that a run works from.
+
+The tree and its YAML are in ``plandata``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlinf_core.devicelock import ReplicaSpec
+from rlinf_core.errors import ConfigError, PlacementError, PlanError, nearest
+from rlinf_core.graph import FlowGraph, StageSpec
+from rlinf_core.placement import ClusterInfo, Placement, format_placement, parse_placement
+from rlinf_core.plandata import Leaf, Node, Parallel, Pipe, Plan, Share, check_portion, leaves, sides
+
+__all__ = [
+    "DEFAULT_PORTION",
+    "MODES",
+    "FlatPlan",
+    "GroupPlan",
+    "Leaf",
+    "Node",
+    "Parallel",
+    "Pipe",
+    "Plan",
+    "Share",
+    "flatten",
+    "leaves",
+    "make_plan",
+    "validate",
+]
+
+DEFAULT_PORTION = 8
+"""Items moved at once between pipelined stages when neither plan nor config says."""
+MODES = ("temporal", "spatial")
+_LATER = {
+    "hybrid": "write the tree as a YAML file and give its path",
+    "auto": "it needs a profile and a planner",
+}
+
+
+# ------------------------------------------------------------------ the flat view
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group's ranks: ``processes[rank]`` are its device ids (``()`` for a CPU stage). ``order``: place of
+    the stage in the flow. ``resident``: it never has to give its devices up."""
+
+    name: str
+    processes: tuple[tuple[int, ...], ...]
+    resident: bool
+    order: int
+    collective: bool = False
+
+    @property
+    def devices(self) -> frozenset[int]:
+        return frozenset(device for process in self.processes for device in process)
+
+    def replica(self, rank: int) -> tuple[str, int]:
+        """Name of the rank's replica in the device lock, and the rank inside it."""
+        return (self.name, rank) if self.collective else (f"{self.name}[{rank}]", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlan:
+    """What a run needs. ``portion`` is by ``"phase:channel"`` and by ``"phase:channel>group"``, ``spill`` by
+    ``"phase:channel"``; read them through ``portion_for`` and ``spills``."""
+
+    groups: dict[str, GroupPlan]
+    portion: dict[str, int | None] = field(default_factory=dict)
+    spill: frozenset[str] = frozenset()
+
+    def portion_for(self, phase: str, channel: str, group: str) -> int | None:
+        """Items that ``group`` takes from the channel at once; None is everything."""
+        return self.portion[f"{phase}:{channel}>{group}"]
+
+    def spills(self, phase: str, channel: str) -> bool:
+        """Whether the channel must take items beyond its limits: its writer holds a device (or a rank) that
+        the reader waits for, so waiting for credit would be for ever."""
+        return f"{phase}:{channel}" in self.spill
+
+    def replica_specs(self) -> dict[str, ReplicaSpec]:
+        """What the device lock is made from: one replica per collective group, one per rank of the others."""
+        specs: dict[str, ReplicaSpec] = {}
+        for group in self.groups.values():
+            if group.collective:
+                specs[group.name] = ReplicaSpec(group.devices, len(group.processes), group.order, group.resident)
+            else:
+                for rank, process in enumerate(group.processes):
+                    name, _ = group.replica(rank)
+                    specs[name] = ReplicaSpec(frozenset(process), 1, group.order, group.resident)
+        return specs
+
+
+# ------------------------------------------------------------------ making
+
+
+def make_plan(
+    spec: str,
+    graph: FlowGraph,
+    cluster: ClusterInfo,
+    *,
+    portion: int | None = None,
+    placement: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan that the config asks for, validated.
+
+    ``spec`` (config key ``plan``): ``temporal``, ``spatial`` or the path of a YAML file. ``portion`` (config
+    key ``portion``): items moved at once in place of the plan's. ``placement`` (config key ``placement``):
+    group -> placement text in place of the plan's (a device stage), or number of ranks (a CPU stage).
+    Raises ``PlanError`` or ``PlacementError`` naming key, value and what would be right.
+    """
+    check_portion(portion, "portion")
+    if spec in _LATER:
+        raise PlanError(
+            f"plan: {spec!r} is not available in this version ({_LATER[spec]}); "
+            f"available: {', '.join(MODES)}, or the path of a YAML file"
+        )
+    if spec in MODES:
+        plan = _mode_plan(spec, graph, cluster, portion)
+    else:
+        plan = _file_plan(spec)
+        if portion is not None:
+            tree = None if plan.tree is None else _with_portion(plan.tree, portion, graph)
+            plan = dataclasses.replace(plan, tree=tree, portion=portion)
+    if placement:
+        plan = _override(plan, graph, cluster, placement)
+    validate(plan, graph, cluster)
+    return plan
+
+
+def _file_plan(spec: str) -> Plan:
+    path = Path(spec)
+    looks_like_file = path.suffix in (".yaml", ".yml", ".json") or len(path.parts) > 1
+    if not path.is_file():
+        if looks_like_file:
+            raise PlanError(f"plan: there is no file {spec!r}")
+        raise PlanError(
+            f"plan: {spec!r} is not a mode{nearest(spec, MODES)}; give {', '.join(MODES)}, or the path of a YAML file"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"plan: {spec!r} cannot be read: {error}") from error
+    return Plan.from_yaml(text, source=f"plan {spec}")
+
+
+def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int | None) -> Plan:
+    order = graph.order()
+    on_devices = [graph.stages[name] for name in order if graph.stages[name].device]
+    total = len(cluster.devices)
+    if on_devices and not total:
+        names = ", ".join(stage.name for stage in on_devices)
+        raise PlanError(f"plan: {names} need devices and the cluster has none; set cluster.virtual_devices")
+    tree: Node | None = None
+    if mode == "temporal" or len(on_devices) == 1:
+        for stage in reversed(on_devices):
+            leaf = Leaf(stage.name, _spread(stage, list(range(total))), _leaf_portion(stage, portion, mode))
+            tree = leaf if tree is None else Share(leaf, tree)
+    elif on_devices:
+        if total < len(on_devices):
+            names = ", ".join(stage.name for stage in on_devices)
+            raise PlanError(
+                f"plan: 'spatial' gives each device stage its own devices, but there are {len(on_devices)} "
+                "stages "
+                f"({names}) and {total} device{'s' if total != 1 else ''}; set cluster.virtual_devices to at "
+                "least "
+                f"{len(on_devices)}, or plan=temporal"
+            )
+        each, more = divmod(total, len(on_devices))
+        end = total
+        for index in range(len(on_devices) - 1, -1, -1):
+            stage = on_devices[index]
+            start = end - each - (index < more)
+            leaf = Leaf(stage.name, _spread(stage, list(range(start, end))), _leaf_portion(stage, portion, mode))
+            tree = leaf if tree is None else Pipe(leaf, tree, portion or DEFAULT_PORTION)
+            end = start
+    cpu = {name: graph.stages[name].ranks_fixed or 1 for name in order if not graph.stages[name].device}
+    if portion is None and mode == "spatial":
+        portion = DEFAULT_PORTION
+    return Plan(mode, tree, cpu, total, graph.fingerprint(), portion)
+
+
+def _leaf_portion(stage: StageSpec, portion: int | None, mode: str) -> int | None:
+    if stage.barrier == "batch":
+        return None
+    if portion is not None or mode == "temporal":
+        return portion
+    return 1 if stage.barrier == "group" else DEFAULT_PORTION  # 1 item is rounded up to a whole group
+
+
+def _spread(stage: StageSpec, devices: list[int]) -> str:
+    """Placement text that puts the stage's ranks on these devices, evenly; some may stay idle."""
+    ranks = stage.ranks_fixed
+    if ranks is None:
+        # A stage that must see the whole batch at once cannot be split over ranks that work alone.
+        ranks = 1 if stage.barrier == "batch" and not stage.collective else len(devices)
+    if ranks >= len(devices):
+        while ranks % len(devices):
+            devices = devices[:-1]
+        each = ranks // len(devices)
+        return format_placement([(devices[rank // each],) for rank in range(ranks)])
+    if stage.ranks_fixed is None:
+        return format_placement([(device,) for device in devices[:ranks]])
+    each = len(devices) // ranks
+    return format_placement([tuple(devices[rank * each : (rank + 1) * each]) for rank in range(ranks)])
+
+
+def _with_portion(node: Node, portion: int, graph: FlowGraph) -> Node:
+    if isinstance(node, Leaf):
+        stage = graph.stages.get(node.stage)
+        batch = stage is not None and stage.barrier == "batch"
+        return node if batch else Leaf(node.stage, node.devices, portion)
+    left, right = (_with_portion(side, portion, graph) for side in sides(node))
+    if isinstance(node, Share):
+        return Share(left, right)
+    return Pipe(left, right, portion) if isinstance(node, Pipe) else Parallel(left, right)
+
+
+def _override(plan: Plan, graph: FlowGraph, cluster: ClusterInfo, placement: Mapping[str, str]) -> Plan:
+    cpu = dict(plan.cpu)
+    moved: dict[str, str] = {}
+    for name, value in placement.items():
+        if name not in graph.stages:
+            raise PlacementError(
+                f"placement.{name}: the flow has no group {name!r}{nearest(name, graph.stages)}; "
+                f"groups: {', '.join(graph.stages)}"
+            )
+        if graph.stages[name].device:
+            parse_placement(str(value), cluster, where=f"placement.{name}")
+            moved[name] = str(value)
+        elif str(value).isdecimal() and int(value) > 0:
+            cpu[name] = int(value)
+        else:
+            raise PlacementError(
+                f"placement.{name}: {value!r}: {name!r} runs on the CPU and has no devices; give its number of ranks"
+            )
+    tree = None if plan.tree is None else _moved(plan.tree, moved)
+    return dataclasses.replace(plan, tree=tree, cpu=cpu)
+
+
+def _moved(node: Node, moved: Mapping[str, str]) -> Node:
+    if isinstance(node, Leaf):
+        return Leaf(node.stage, moved.get(node.stage, node.devices), node.portion)
+    left, right = (_moved(side, moved) for side in sides(node))
+    if isinstance(node, Share):
+        return Share(left, right)
+    return Pipe(left, right, node.portion) if isinstance(node, Pipe) else Parallel(left, right)
+
+
+# ------------------------------------------------------------------ checking
+
+
+def validate(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> None:
+    """Raise ``PlanError`` (``PlacementError`` when that is all) naming every fault of the plan."""
+    flatten(plan, graph, cluster)
+
+
+def flatten(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> FlatPlan:
+    """The flat view of a plan, after checking it; raises like ``validate``."""
+    check = _Check(plan, graph, cluster)
+    check.run()
+    if check.faults:
+        kind = PlacementError if all(isinstance(fault, PlacementError) for fault in check.faults) else PlanError
+        texts = list(dict.fromkeys(str(fault) for fault in check.faults))
+        raise kind(texts[0] if len(texts) == 1 else f"plan {plan.name}: {len(texts)} faults\n- " + "\n- ".join(texts))
+    groups = _groups(plan, graph, check.placed)
+    portion: dict[str, int | None] = {}
+    for phase in graph.phases.values():
+        for channel in phase.channels:
+            found: list[int | None] = []
+            for index in phase.readers(channel):
+                group = phase.calls[index].group
+                writers = {phase.calls[w].group for w in phase.writers(channel)}
+                found.append(_portion_of(plan, graph, writers, group))
+                portion[f"{phase.name}:{channel}>{group}"] = found[-1]
+            known = [n for n in found if n is not None]
+            portion[f"{phase.name}:{channel}"] = min(known) if known else None
+    return FlatPlan(groups, portion, frozenset(_spills(graph, groups)))
+
+
+def _groups(plan: Plan, graph: FlowGraph, placed: Mapping[str, Placement]) -> dict[str, GroupPlan]:
+    groups: dict[str, GroupPlan] = {}
+    for order, name in enumerate(graph.order()):
+        stage = graph.stages[name]
+        if stage.device:
+            mine = placed[name]
+            alone = not any(mine.devices & other.devices for rival, other in placed.items() if rival != name)
+            groups[name] = GroupPlan(name, mine.processes, alone, order, stage.collective)
+        else:
+            groups[name] = GroupPlan(name, ((),) * plan.cpu[name], True, order, stage.collective)
+    return groups
+
+
+def _portion_of(plan: Plan, graph: FlowGraph, writers: set[str], reader: str) -> int | None:
+    """The leaf's own portion, else that of the innermost pipe between what feeds the channel and what takes
+    from it, else the plan's."""
+    if graph.stages[reader].barrier == "batch":
+        return None
+    for leaf in leaves(plan.tree):
+        if leaf.stage == reader and leaf.portion is not None:
+            return leaf.portion
+    above = writers | {name for name in graph.stages if graph.downstream(name) & writers}
+    below = {reader} | graph.downstream(reader)
+    found = plan.portion
+    node = plan.tree
+    while node is not None and not isinstance(node, Leaf):
+        one, other = sides(node)
+        ups, downs = {leaf.stage for leaf in leaves(one)}, {leaf.stage for leaf in leaves(other)}
+        if isinstance(node, Pipe) and ups & above and downs & below:
+            found = node.portion
+        if reader in ups or (reader not in downs and not downs & (above | below)):
+            node = one
+        elif reader in downs or not ups & (above | below):
+            node = other
+        else:
+            break
+    return found
+
+
+def _spills(graph: FlowGraph, groups: Mapping[str, GroupPlan]) -> Iterator[str]:
+    for phase in graph.phases.values():
+        deferred = phase.deferred()
+        for channel in phase.channels:
+            shared = any(
+                held != needed
+                and groups[held].devices & groups[needed].devices
+                and not (groups[held].resident and groups[needed].resident)
+                for held, needed in phase.blockers(channel)
+            )
+            if channel in deferred or shared:
+                yield f"{phase.name}:{channel}"
+
+
+class _Check:
+    """Collects the faults of one plan."""
+
+    def __init__(self, plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> None:
+        self.plan = plan
+        self.graph = graph
+        self.cluster = cluster
+        self.faults: list[ConfigError] = []
+        self.placed: dict[str, Placement] = {}
+
+    def run(self) -> None:
+        plan, graph = self.plan, self.graph
+        have = len(self.cluster.devices)
+        if plan.flow and plan.flow != graph.fingerprint():
+            self._fault(
+                "flow",
+                f"{plan.flow!r} is another flow than this one ({graph.fingerprint()}); plan again, or remove the key",
+            )
+        if plan.devices is not None and plan.devices != have:
+            self._fault("devices", f"the plan was made for {plan.devices} devices, and the cluster has {have}")
+        if plan.tree is not None:
+            self._node(plan.tree, "tree")
+        for name, stage in graph.stages.items():
+            if stage.device and not any(leaf.stage == name for leaf in leaves(plan.tree)):
+                self._fault("tree", f"device stage {name!r} has no leaf")
+            if not stage.device:
+                self._cpu(stage)
+        for name in plan.cpu:
+            if name not in graph.stages:
+                self._fault(f"cpu.{name}", f"the flow has no stage {name!r}{nearest(name, graph.stages)}")
+            elif graph.stages[name].device:
+                self._fault(f"cpu.{name}", f"{name!r} is a device stage; give it a leaf in the tree")
+
+    def _cpu(self, stage: StageSpec) -> None:
+        ranks = self.plan.cpu.get(stage.name)
+        if ranks is None:
+            self._fault("cpu", f"CPU stage {stage.name!r} has no number of ranks")
+            return
+        self._ranks(stage, ranks, f"cpu.{stage.name}")
+
+    def _ranks(self, stage: StageSpec, ranks: int, where: str) -> None:
+        if stage.ranks_fixed is not None and ranks != stage.ranks_fixed:
+            self._fault(where, f"{stage.name!r} gets {ranks} ranks but the program fixes {stage.ranks_fixed}")
+        if stage.barrier == "batch" and not stage.collective and ranks > 1:
+            self._fault(
+                where,
+                f"{stage.name!r} needs the whole batch at once (barrier 'batch') and its ranks work alone: "
+                f"{ranks} ranks cannot share it; give it one rank, or make the worker collective",
+            )
+
+    def _node(self, node: Node, where: str) -> None:
+        if isinstance(node, Leaf):
+            self._leaf(node, f"{where}.leaf")
+            return
+        kind = "share" if isinstance(node, Share) else "pipe" if isinstance(node, Pipe) else "parallel"
+        where = f"{where}.{kind}"
+        names = {"share": ("first", "then"), "pipe": ("up", "down"), "parallel": ("a", "b")}[kind]
+        one, other = sides(node)
+        self._node(one, f"{where}.{names[0]}")
+        self._node(other, f"{where}.{names[1]}")
+        left = [leaf.stage for leaf in leaves(one) if leaf.stage in self.placed]
+        right = [leaf.stage for leaf in leaves(other) if leaf.stage in self.placed]
+        if left and right and not set(left) & set(right):
+            self._devices(kind, where, left, right)
+            self._flow(kind, where, left, right)
+
+    def _devices(self, kind: str, where: str, left: list[str], right: list[str]) -> None:
+        for a in left if kind != "share" else ():
+            for b in right:
+                common = sorted(self.placed[a].devices & self.placed[b].devices)
+                if common:
+                    self._fault(
+                        where,
+                        f"{a!r} and {b!r} run at the same time but both are placed on device "
+                        f"{', '.join(map(str, common))}; give them separate devices, or use share",
+                    )
+        if kind == "share" and not any(self.placed[a].devices & self.placed[b].devices for a in left for b in right):
+            self._fault(
+                where,
+                f"{_names(left)} and {_names(right)} are to take turns but have no device in common; place "
+                "them on "
+                "the same devices, or use pipe (plan=spatial) or parallel",
+            )
+
+    def _flow(self, kind: str, where: str, left: list[str], right: list[str]) -> None:
+        for a in left:
+            for b in right:
+                forth, back = b in self.graph.downstream(a), a in self.graph.downstream(b)
+                if kind == "parallel" and (forth or back):
+                    up, down = (a, b) if forth else (b, a)
+                    self._fault(where, f"{down!r} takes what {up!r} makes, so they are not parallel; use pipe or share")
+                elif kind == "share" and forth and back:
+                    self._fault(where, f"{a!r} and {b!r} feed each other, so they cannot take turns; use pipe")
+                elif kind != "parallel" and back and not forth:
+                    self._fault(where, f"{a!r} takes what {b!r} makes, so {b!r} must come first; swap the two sides")
+
+    def _leaf(self, leaf: Leaf, where: str) -> None:
+        stage = self.graph.stages.get(leaf.stage)
+        if stage is None:
+            known = nearest(leaf.stage, self.graph.stages)
+            self._fault(f"{where}.stage", f"the flow has no stage {leaf.stage!r}{known}")
+            return
+        if not stage.device:
+            self._fault(f"{where}.stage", f"{leaf.stage!r} runs on the CPU; give its ranks under 'cpu'")
+            return
+        if leaf.stage in self.placed:
+            self._fault(f"{where}.stage", f"{leaf.stage!r} has a leaf already")
+            return
+        if leaf.portion is not None and stage.barrier == "batch":
+            self._fault(
+                f"{where}.portion",
+                f"{leaf.portion} would break the barrier of {leaf.stage!r}, which needs the whole batch; remove it",
+            )
+        try:
+            placement = parse_placement(leaf.devices, self.cluster, where=f"plan {self.plan.name}: {where}.devices")
+        except PlacementError as error:
+            self.faults.append(error)
+            return
+        self.placed[leaf.stage] = placement
+        self._ranks(stage, len(placement.processes), f"{where}.devices")
+
+    def _fault(self, where: str, what: str) -> None:
+        self.faults.append(PlanError(f"plan {self.plan.name}: {where}: {what}"))
+
+
+def _names(stages: list[str]) -> str:
+    return " and ".join(repr(stage) for stage in stages)

@@ -1,0 +1,266 @@
+"""The micro flow as data: a tree that says how stages share devices.
+
+A tree has device stages at its leaves. ``share(first, then)``: both on the same devices, in turn (swapped).
+``pipe(up, down, portion)``: on separate devices at the same time, items passing in portions.
+``parallel(a, b)``: on separate devices at the same time, nothing passing between them. CPU stages are in no
+tree; the plan gives their number of ranks.
+
+YAML::
+
+    name: my plan
+    devices: 2                    # of the cluster it was made for (optional)
+    flow: 1f0c9a...               # fingerprint of the flow it was made for (optional)
+    cpu: {reward: 1}              # CPU stages: number of ranks
+    portion: null                 # items at once where leaf and pipe do not say; null: everything
+    tree:
+      pipe:
+        up: {leaf: {stage: generator, devices: "0"}}
+        down: {leaf: {stage: actor, devices: "1"}}
+        portion: 8
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import yaml
+
+from rlinf_core.errors import PlanError, nearest
+
+# ------------------------------------------------------------------ the tree
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One device stage. ``devices``: placement text. ``portion``: items it takes at once (None: as the pipe
+    above says, or everything)."""
+
+    stage: str
+    devices: str
+    portion: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    first: Node
+    then: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """``portion``: items that pass at once (None: everything), unless the taking leaf says otherwise."""
+
+    up: Node
+    down: Node
+    portion: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    a: Node
+    b: Node
+
+
+Node: TypeAlias = Leaf | Share | Pipe | Parallel
+_SIDES = {"share": ("first", "then"), "pipe": ("up", "down"), "parallel": ("a", "b")}
+
+
+def leaves(node: Node | None) -> Iterator[Leaf]:
+    """The leaves from left to right."""
+    if isinstance(node, Leaf):
+        yield node
+    elif node is not None:
+        for side in sides(node):
+            yield from leaves(side)
+
+
+def sides(node: Share | Pipe | Parallel) -> tuple[Node, Node]:
+    """Both children, in the order of the flow."""
+    if isinstance(node, Share):
+        return node.first, node.then
+    return (node.up, node.down) if isinstance(node, Pipe) else (node.a, node.b)
+
+
+# ------------------------------------------------------------------ the plan
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``tree`` None: the flow has no device stage. ``devices`` and ``flow``: cluster size and fingerprint of the
+    flow that it was made for (None and empty: any). ``portion``: items moved at once where neither leaf nor
+    pipe says (None: everything). ``predicted``: seconds by name, as a planner gave them."""
+
+    name: str
+    tree: Node | None
+    cpu: dict[str, int] = field(default_factory=dict)
+    devices: int | None = None
+    flow: str = ""
+    portion: int | None = None
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as it stands in YAML and JSON."""
+        data: dict[str, Any] = {"name": self.name}
+        if self.devices is not None:
+            data["devices"] = self.devices
+        if self.flow:
+            data["flow"] = self.flow
+        if self.cpu:
+            data["cpu"] = dict(self.cpu)
+        if self.portion is not None:
+            data["portion"] = self.portion
+        if self.predicted:
+            data["predicted"] = dict(self.predicted)
+        data["tree"] = None if self.tree is None else _node_to_dict(self.tree)
+        return data
+
+    def to_yaml(self) -> str:
+        text: str = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return text
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, data: object, *, source: str = "plan") -> Plan:
+        """``PlanError`` names the path in the plan, the value and what is right. Unknown keys are refused."""
+        fields = _mapping(data, source, ("name", "devices", "flow", "cpu", "portion", "predicted", "tree"))
+        if "tree" not in fields:
+            raise PlanError(
+                f"{source}: has no key 'tree'; give share, pipe, parallel or leaf (null without device stages)"
+            )
+        tree = fields["tree"]
+        cpu = _mapping(fields.get("cpu") or {}, f"{source}.cpu", None)
+        predicted = _mapping(fields.get("predicted") or {}, f"{source}.predicted", None)
+        for name, value in predicted.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise PlanError(f"{source}.predicted.{name}: {value!r} is not a number of seconds")
+        return cls(
+            name=_text(fields.get("name", "plan"), f"{source}.name"),
+            tree=None if tree is None else _node_from(tree, f"{source}.tree"),
+            cpu={name: _count(value, f"{source}.cpu.{name}", "ranks") for name, value in cpu.items()},
+            devices=None
+            if fields.get("devices") is None
+            else _count(fields["devices"], f"{source}.devices", "devices"),
+            flow=_text(fields.get("flow") or "", f"{source}.flow"),
+            portion=check_portion(fields.get("portion"), f"{source}.portion"),
+            predicted={name: float(value) for name, value in predicted.items()},
+        )
+
+    @classmethod
+    def from_yaml(cls, text: str, *, source: str = "plan") -> Plan:
+        """From YAML or JSON text (JSON is YAML)."""
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+            problem = getattr(error, "problem", None) or "cannot be read"
+            raise PlanError(f"{source}: not valid YAML{place}: {problem}") from error
+        return cls.from_dict(data, source=source)
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        lines = [f"plan {self.name}"]
+        if self.tree is None:
+            lines.append("  no device stage")
+        else:
+            lines.extend(_describe(self.tree, "  "))
+        for name, ranks in self.cpu.items():
+            lines.append(f"  {name}: {ranks} rank{'s' if ranks != 1 else ''} on the CPU")
+        for name, seconds in self.predicted.items():
+            lines.append(f"  predicted {name}: {seconds:.3g} s")
+        return "\n".join(lines)
+
+
+def _describe(node: Node, indent: str) -> list[str]:
+    if isinstance(node, Leaf):
+        portion = "" if node.portion is None else f", {node.portion} items at once"
+        return [f"{indent}{node.stage} on {node.devices}{portion}"]
+    if isinstance(node, Share):
+        head = "in turn on the same devices:"
+    elif isinstance(node, Pipe):
+        head = f"pipelined, {'everything' if node.portion is None else f'{node.portion} items'} at once:"
+    else:
+        head = "side by side:"
+    one, other = sides(node)
+    return [f"{indent}{head}", *_describe(one, indent + "  "), *_describe(other, indent + "  ")]
+
+
+# ------------------------------------------------------------------ plain data
+
+
+def _node_to_dict(node: Node) -> dict[str, Any]:
+    if isinstance(node, Leaf):
+        body: dict[str, Any] = {"stage": node.stage, "devices": node.devices}
+        if node.portion is not None:
+            body["portion"] = node.portion
+        return {"leaf": body}
+    kind = "share" if isinstance(node, Share) else "pipe" if isinstance(node, Pipe) else "parallel"
+    body = {name: _node_to_dict(side) for name, side in zip(_SIDES[kind], sides(node), strict=True)}
+    if isinstance(node, Pipe) and node.portion is not None:
+        body["portion"] = node.portion
+    return {kind: body}
+
+
+def _node_from(data: object, where: str) -> Node:
+    kinds = ("leaf", *_SIDES)
+    outer = _mapping(data, where, kinds)
+    if len(outer) != 1:
+        raise PlanError(f"{where}: {sorted(outer)} must be exactly one of {', '.join(kinds)}")
+    kind, body = next(iter(outer.items()))
+    where = f"{where}.{kind}"
+    if kind == "leaf":
+        fields = _mapping(body, where, ("stage", "devices", "portion"))
+        for key in ("stage", "devices"):
+            if key not in fields:
+                raise PlanError(f"{where}: has no key {key!r}")
+        devices = fields["devices"]
+        if isinstance(devices, int) and not isinstance(devices, bool):
+            devices = str(devices)
+        return Leaf(
+            _text(fields["stage"], f"{where}.stage"),
+            _text(devices, f"{where}.devices"),
+            check_portion(fields.get("portion"), f"{where}.portion"),
+        )
+    one, other = _SIDES[kind]
+    fields = _mapping(body, where, (one, other, "portion") if kind == "pipe" else (one, other))
+    for key in (one, other):
+        if key not in fields:
+            raise PlanError(f"{where}: has no key {key!r}; {kind} has {one} and {other}")
+    left, right = _node_from(fields[one], f"{where}.{one}"), _node_from(fields[other], f"{where}.{other}")
+    if kind == "share":
+        return Share(left, right)
+    if kind == "parallel":
+        return Parallel(left, right)
+    return Pipe(left, right, check_portion(fields.get("portion"), f"{where}.portion"))
+
+
+def _mapping(data: object, where: str, known: tuple[str, ...] | None) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{where}: {data!r} is not a mapping" + (f" with the keys {', '.join(known)}" if known else ""))
+    for key in data:
+        if not isinstance(key, str) or (known is not None and key not in known):
+            hint = f"{nearest(str(key), known)}; known are {', '.join(known)}" if known else ""
+            raise PlanError(f"{where}: unknown key {key!r}{hint}")
+    return dict(data)
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise PlanError(f"{where}: {value!r} is not text; put it in quotes")
+    return value
+
+
+def _count(value: object, where: str, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{where}: {value!r} is not a number of {what} (1 or more)")
+    return value
+
+
+def check_portion(value: object, where: str) -> int | None:
+    """A portion as given (None: everything); ``PlanError`` naming ``where``."""
+    return None if value is None else _count(value, where, "items")

@@ -1,0 +1,169 @@
+"""One picture of a run, from its ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlinf_core.errors import RLinfError
+from rlinf_core.loggers.jsonl import FILE, read_metrics
+from rlinf_core.progress import stage_times
+from rlinf_core.rundir import guard
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Points = tuple[list[float], list[float]]
+
+INK = "#1f2933"
+MUTED = "#7b8794"
+BLUE = "#2563a8"
+ORANGE = "#d9730d"
+STAGE_COLOURS = ("#2563a8", "#e0a030", "#3f8f5f", "#b04a5a", "#7a5ea8", "#5aa7b8", "#8a6d4b", "#9aa5b1")
+
+
+def series(rows: Sequence[dict[str, Any]], phase: str, metric: str) -> Points:
+    """(steps, values) of one metric in one phase; steps where it is absent or null are left out."""
+    points = [
+        (float(row["step"]), float(row[metric]))
+        for row in rows
+        if row.get("phase") == phase and isinstance(row.get(metric), int | float)
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values at every point (fewer at the start)."""
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def stage_series(rows: Sequence[dict[str, Any]], phase: str = "train") -> tuple[list[float], dict[str, list[float]]]:
+    """(steps, stage -> seconds per step) from ``time/<stage>_s``; a stage that a step lacks took 0 s there."""
+    picked = []
+    for row in rows:
+        if row.get("phase") == phase:
+            times = stage_times({key: value for key, value in row.items() if isinstance(value, int | float)})
+            if times:
+                picked.append((float(row["step"]), times))
+    stages = list(dict.fromkeys(name for _, times in picked for name in times))
+    return [step for step, _ in picked], {name: [times.get(name, 0.0) for _, times in picked] for name in stages}
+
+
+def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
+    """Draw reward, accuracy, response length and stage times of a run into ``run_dir/name``; returns the path.
+
+    Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length_mean``, ``time/<stage>_s``; and phase
+    ``evaluate``: ``accuracy``. What a run did not log stays an empty panel that says so. Raises RLinfError when there
+    are no metrics to draw.
+    """
+    folder = Path(run_dir)
+    if not (folder / FILE).is_file():
+        raise RLinfError(f"nothing to plot: {folder / FILE} does not exist (is the jsonl logger on?)")
+    rows = read_metrics(folder)
+    if not any(row.get("phase") in ("train", "evaluate") for row in rows):
+        raise RLinfError(f"nothing to plot: {folder / FILE} has no line of phase train or evaluate")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2)
+    _curve(axes[0][0], "Reward (mean per step)", series(rows, "train", "reward/mean"))
+    _accuracy(axes[0][1], rows)
+    _curve(axes[1][0], "Response length (tokens, mean)", series(rows, "train", "response/length_mean"))
+    _stages(axes[1][1], *stage_series(rows))
+    figure.suptitle("/".join(folder.resolve().parts[-3:]), fontsize=10, color=MUTED, x=0.01, ha="left")
+    path = folder / name
+    with guard(path):
+        figure.savefig(path)
+    return path
+
+
+def _frame(axis: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title, loc="left", fontsize=11, color=INK, pad=8)
+    axis.set_xlabel("step", fontsize=9, color=MUTED)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axis.tick_params(labelsize=8.5, colors=MUTED, length=3)
+    axis.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color("#cbd2d9")
+
+
+def _empty(axis: Axes, text: str = "not logged in this run") -> None:
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=MUTED)
+    axis.set_xticks([])
+    axis.set_yticks([])
+
+
+def _curve(axis: Axes, title: str, points: Points) -> None:
+    _frame(axis, title)
+    steps, values = points
+    if not steps:
+        _empty(axis)
+        return
+    window = max(1, len(values) // 12)
+    if window > 1:
+        axis.plot(steps, values, color=BLUE, alpha=0.28, linewidth=1)
+        axis.plot(steps, smooth(values, window), color=BLUE, linewidth=2, label=f"mean of last {window} steps")
+        axis.legend(frameon=False, fontsize=8.5, labelcolor=MUTED)
+    else:
+        axis.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=4)
+    _end_value(axis, steps[-1], smooth(values, window)[-1], f"{smooth(values, window)[-1]:.3g}")
+
+
+def _accuracy(axis: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    _frame(axis, "Accuracy")
+    train, evaluate = series(rows, "train", "accuracy"), series(rows, "evaluate", "accuracy")
+    if not train[0] and not evaluate[0]:
+        _empty(axis)
+        return
+    axis.set_ylim(0, 1.04)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    if train[0]:
+        window = max(1, len(train[1]) // 12)
+        if window > 1:
+            axis.plot(*train, color=BLUE, alpha=0.28, linewidth=1)
+        axis.plot(train[0], smooth(train[1], window), color=BLUE, linewidth=2, label="training samples")
+    if evaluate[0]:
+        axis.plot(*evaluate, color=ORANGE, linewidth=1.6, marker="o", markersize=6, label="held-out, greedy")
+        for index, below in {0: True, len(evaluate[0]) - 1: False}.items():
+            step, value = evaluate[0][index], evaluate[1][index]
+            _end_value(axis, step, value, f"{value:.1%}", ORANGE, below=below)
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=MUTED, loc="lower right")
+
+
+def _end_value(axis: Axes, step: float, value: float, text: str, colour: str = BLUE, *, below: bool = False) -> None:
+    axis.annotate(
+        text,
+        (step, value),
+        xytext=(4, -14 if below else 6),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=colour,
+        annotation_clip=False,
+    )
+
+
+def _stages(axis: Axes, steps: list[float], stages: dict[str, list[float]]) -> None:
+    _frame(axis, "Time of the stages (s per step, stacked)")
+    if not steps:
+        _empty(axis)
+        return
+    bottom = [0.0] * len(steps)
+    width = min((b - a for a, b in pairwise(steps) if b > a), default=1.0)
+    for index, (name, seconds) in enumerate(stages.items()):
+        mean = sum(seconds) / len(seconds)
+        colour = STAGE_COLOURS[index % len(STAGE_COLOURS)]
+        axis.bar(steps, seconds, bottom=bottom, width=width, color=colour, linewidth=0, label=f"{name} ({mean:.2f} s)")
+        bottom = [below + value for below, value in zip(bottom, seconds, strict=True)]
+    axis.margins(x=0.01)
+    axis.set_ylim(0, max(bottom) * 1.4 or 1.0)
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8.5, labelcolor=INK, loc="upper right", ncols=2)

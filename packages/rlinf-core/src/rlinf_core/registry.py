@@ -1,0 +1,263 @@
+"""Plugins by name, through entry points: read without importing, loaded one at a time, explained on a miss.
+
+A package adds a plugin with one line of its ``pyproject.toml`` and nothing here::
+
+    [project.entry-points."rlinf.rewards"]
+    my_reward = "my_package.rewards:MyReward"
+
+A class may say what it needs beyond its distribution's own dependencies with ``requires: tuple[str, ...]`` (import
+names); a module may say it for all its plugins with ``REQUIRES = {"import name": "extra"}``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlinf_core.errors import MissingExtraError, PluginError, nearest
+
+GROUPS: dict[str, str] = {
+    "rlinf.recipes": "conf packages: recipes and config-group options",
+    "rlinf.trainers": "trainer backends",
+    "rlinf.rollouts": "rollout backends",
+    "rlinf.tasks": "sources of prompts",
+    "rlinf.rewards": "reward functions",
+    "rlinf.advantages": "advantage estimators",
+    "rlinf.losses": "losses",
+    "rlinf.envs": "environments",
+    "rlinf.policies": "embodied policies",
+    "rlinf.transports": "ways to move bytes between workers",
+    "rlinf.schedulers": "planners",
+    "rlinf.loggers": "metric loggers",
+    "rlinf.commands": "subcommands of rlinf",
+}
+"""Entry-point groups and what each holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlugin:
+    """A first-party plugin: the distribution that ships it, the extra it needs, what that extra brings."""
+
+    distribution: str
+    extra: str = ""
+    imports: tuple[str, ...] = ()
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.distribution}[{self.extra}]" if self.extra else self.distribution
+
+
+KNOWN: dict[str, dict[str, KnownPlugin]] = {
+    "rlinf.trainers": {"torch": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors"))},
+    "rlinf.rollouts": {
+        "transformers": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors")),
+        "vllm": KnownPlugin("rlinf-engines", "vllm", ("vllm",)),
+    },
+    "rlinf.tasks": {
+        "jsonl": KnownPlugin("rlinf-reasoning"),
+        "reasoning_gym": KnownPlugin("rlinf-reasoning", "", ("reasoning_gym",)),
+    },
+    "rlinf.rewards": {
+        "exact": KnownPlugin("rlinf-reasoning"),
+        "math": KnownPlugin("rlinf-reasoning", "", ("math_verify",)),
+    },
+    "rlinf.loggers": {
+        "jsonl": KnownPlugin("rlinf-core"),
+        "tensorboard": KnownPlugin("rlinf-core", "", ("tensorboard",)),
+    },
+}
+"""What the project itself ships, so that a miss can name the command that gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry point: where it comes from and what it names. ``value`` is ``module:attribute`` or a module."""
+
+    group: str
+    name: str
+    value: str
+    distribution: str
+    version: str = ""
+
+    @property
+    def source(self) -> str:
+        return f"{self.distribution} {self.version}".rstrip()
+
+    def load(self) -> Any:
+        """Import the module and return the attribute (the module itself when none is named)."""
+        module_name, _, attribute = self.value.partition(":")
+        target: Any = importlib.import_module(module_name.strip())
+        for part in filter(None, attribute.strip().split(".")):
+            target = getattr(target, part)
+        return target
+
+
+@cache
+def installed_entries() -> tuple[Entry, ...]:
+    """Every ``rlinf.*`` entry point that is installed. Metadata is read once per process; nothing is imported."""
+    from importlib.metadata import entry_points
+
+    found = []
+    points = entry_points()
+    for group in points.groups:
+        if group.startswith("rlinf."):
+            for point in points.select(group=group):
+                name, version = (point.dist.name, point.dist.version) if point.dist else ("(unknown)", "")
+                found.append(Entry(group, point.name, point.value, name, version))
+    return tuple(sorted(found, key=lambda entry: (entry.group, entry.name, entry.distribution)))
+
+
+def install_command(requirement: str) -> str:
+    """The command that installs one of the project's own distributions, e.g. ``rlinf-engines[vllm]``."""
+    quoted = f"'{requirement}'" if "[" in requirement else requirement
+    checkout = Path(__file__).resolve().parents[4]
+    if (checkout / "tools" / "install").is_file():
+        tool = checkout / "tools" / "install"
+        shown = "tools/install" if Path.cwd() == checkout else str(tool)
+        return f"{shown} {quoted}"
+    return f"tools/install {quoted}   (in a checkout of the project)"
+
+
+def missing_imports(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of ``names`` that cannot be found. Top-level packages are looked up without importing anything."""
+    missing = []
+    for name in names:
+        top = name.partition(".")[0]
+        if top in sys.modules:
+            continue
+        spec = importlib.util.find_spec(top)
+        if spec is None or spec.origin is None:  # a folder without __init__ is what an uninstall leaves behind
+            missing.append(name)
+    return tuple(missing)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """One line of ``rlinf plugins``. ``status`` is empty when nothing is known to be wrong."""
+
+    name: str
+    source: str
+    value: str
+    status: str = ""
+
+
+class Registry:
+    """The plugins of one entry-point group.
+
+    ``entries`` replaces the installed entry points (for tests). Nothing is imported before ``load``.
+    """
+
+    def __init__(self, group: str, entries: Iterable[Entry] | None = None) -> None:
+        if group not in GROUPS:
+            raise PluginError(f"unknown plugin group {group!r}{nearest(group, GROUPS)}; groups: {', '.join(GROUPS)}")
+        self.group = group
+        self._entries: dict[str, list[Entry]] = {}
+        for entry in installed_entries() if entries is None else entries:
+            if entry.group == group:
+                same = self._entries.setdefault(entry.name, [])
+                if all(other.distribution != entry.distribution for other in same):
+                    same.append(entry)
+
+    @property
+    def _kind(self) -> str:
+        return self.group.removeprefix("rlinf.").removesuffix("s")
+
+    def names(self) -> list[str]:
+        """Names of the installed plugins, sorted."""
+        return sorted(self._entries)
+
+    def entry(self, name: str) -> Entry:
+        """The entry of ``name``.
+
+        Raises PluginError when it is unknown or claimed by two distributions, MissingExtraError when the project
+        ships it in a distribution that is not installed.
+        """
+        found = self._entries.get(name, [])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            owners = " and ".join(f"{entry.source} ({entry.value})" for entry in found)
+            raise PluginError(f"{self._kind} {name!r} is claimed by {owners}; uninstall one of them")
+        known = KNOWN.get(self.group, {})
+        if name in known:
+            command = install_command(known[name].requirement)
+            raise MissingExtraError(
+                f"{self._kind} {name!r} is part of {known[name].distribution}, which is not installed; "
+                f"install it with: {command}"
+            )
+        raise PluginError(f"no {self._kind} {name!r} is installed{self._explain(name)}")
+
+    def _explain(self, name: str) -> str:
+        known = {key: value for key, value in KNOWN.get(self.group, {}).items() if key not in self._entries}
+        installed = ", ".join(
+            f"{key} ({' and '.join(entry.source for entry in found)})" for key, found in sorted(self._entries.items())
+        )
+        text = f"{nearest(name, [*self._entries, *known])}; installed: {installed or 'none'}"
+        if known:
+            others = ", ".join(f"{key} with {install_command(value.requirement)}" for key, value in known.items())
+            text += f"; also available: {others}"
+        return text
+
+    def load(self, name: str) -> Any:
+        """Import and return the plugin ``name``.
+
+        Raises PluginError (unknown, claimed twice, cannot be imported) or MissingExtraError (something it needs is
+        not installed; the message ends with the command that installs it).
+        """
+        entry = self.entry(name)
+        try:
+            target = entry.load()
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            own = entry.value.partition(".")[0].partition(":")[0]
+            if missing and missing != own:
+                raise self._missing_extra(entry, (missing,), {}) from error
+            raise self._broken(entry, error) from error
+        except Exception as error:
+            raise self._broken(entry, error) from error
+        module = sys.modules.get(entry.value.partition(":")[0].strip())
+        extras: Mapping[str, str] = getattr(module, "REQUIRES", {})
+        requires = tuple(getattr(target, "requires", ())) or tuple(extras)
+        if missing_names := missing_imports(requires):
+            raise self._missing_extra(entry, missing_names, extras)
+        return target
+
+    def _broken(self, entry: Entry, error: BaseException) -> PluginError:
+        return PluginError(
+            f"{self._kind} {entry.name!r} ({entry.value}) of {entry.source} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _missing_extra(self, entry: Entry, missing: tuple[str, ...], extras: Mapping[str, str]) -> MissingExtraError:
+        known = KNOWN.get(self.group, {}).get(entry.name)
+        what = f"{self._kind} {entry.name!r} of {entry.source} needs {', '.join(missing)}, which is not installed"
+        extra = next((extras[name] for name in missing if extras.get(name)), "")
+        if known is not None and known.distribution == entry.distribution:
+            how = install_command(known.requirement)
+        elif extra:
+            how = f"pip install '{entry.distribution}[{extra}]'"
+        else:
+            how = f"pip install {' '.join(missing)}"
+        return MissingExtraError(f"{what}; install it with: {how}")
+
+    def describe(self) -> list[PluginInfo]:
+        """What is installed, from where, and what is known to be missing, without importing any plugin."""
+        rows: list[PluginInfo] = []
+        for name, found in sorted(self._entries.items()):
+            status = ""
+            known = KNOWN.get(self.group, {}).get(name)
+            if len(found) > 1:
+                status = "claimed twice: uninstall one of them"
+            elif known is not None and (missing := missing_imports(known.imports)):
+                status = f"needs {', '.join(missing)}: {install_command(known.requirement)}"
+            rows.extend(PluginInfo(name, entry.source, entry.value, status) for entry in found)
+        for name, known in sorted(KNOWN.get(self.group, {}).items()):
+            if name not in self._entries:
+                rows.append(PluginInfo(name, "(not installed)", "", install_command(known.requirement)))
+        return rows

@@ -1,0 +1,191 @@
+"""One run from a composed configuration to an exit: trace, plan, cluster, workers, program, and the way out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rlinf_core.config import Config, load_program
+from rlinf_core.errors import RLinfError
+from rlinf_core.flow import GroupSpec, trace
+from rlinf_core.graph import FlowGraph
+from rlinf_core.hub.messages import CallResult, Log
+from rlinf_core.live import LiveFlow, LiveStep
+from rlinf_core.placement import ClusterInfo
+from rlinf_core.plan import FlatPlan, Plan, flatten, make_plan
+from rlinf_core.progress import Progress
+from rlinf_core.rundir import RunDirectory
+from rlinf_core.runtime import CallState, Runtime
+
+
+class RunListener:
+    """Writes what the flow does into the run directory and onto the progress line."""
+
+    def __init__(self, directory: RunDirectory, progress: Progress) -> None:
+        self._directory = directory
+        self._progress = progress
+        self._phase = ""
+        self.summary: dict[str, Any] = {}
+
+    def step_begins(self, step: LiveStep) -> None:
+        if step.phase != self._phase:
+            self._phase = step.phase
+            self._progress.phase(step.phase, step.total)
+
+    def step_done(self, step: LiveStep, dropped: Mapping[str, str]) -> None:
+        self._directory.log(step.index, step.phase, step.metrics)
+        self._progress.step(step.index + 1, step.metrics)
+        reasons: dict[str, int] = {}
+        for reason in dropped.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        for reason, count in reasons.items():
+            self._progress.note(f"{step.full_name}: {count} sample(s) dropped: {reason}")
+
+    def spans(self, state: CallState, results: list[CallResult]) -> None:
+        for rank, result in enumerate(results):
+            t = result.times
+            parts = {"step": state.step, "work_s": t.work, "wait_s": t.wait, "lock_s": t.lock, "switch_s": t.switch}
+            self._directory.trace.add(state.task, state.group, rank, t.start, max(t.start, t.end), parts)
+
+    def record(self, name: str, metrics: Mapping[str, float]) -> None:
+        self.summary[name] = dict(metrics)
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith("time/"))
+        self._progress.note(f"{name}: {shown}")
+
+    def log(self, message: Log) -> None:
+        for line in message.text.splitlines():
+            if line.strip():
+                self._progress.note(f"[{message.member}] {line}")
+
+
+def prepare(cfg: Config, run_dir: Path) -> tuple[Callable[[Any, Any], Any], FlowGraph, dict[str, GroupSpec]]:
+    """The program, its traced graph and its groups."""
+    program = load_program(cfg.program)
+    graph, groups = trace(program, cfg, seed=cfg.seed, run_dir=run_dir)
+    return program, graph, groups
+
+
+def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan, FlatPlan]:
+    """The validated plan and its flat view."""
+    placement = {name: cfg.placement[name] for name in cfg.placement}
+    plan = make_plan(cfg.plan, graph, cluster, portion=cfg.portion, placement=placement)
+    return plan, flatten(plan, graph, cluster)
+
+
+def run(cfg: Config, recipe: str) -> int:
+    """Run a recipe to its end; returns the exit code. Raises ``RLinfError`` with the first real cause."""
+    from rlinf_core.cluster import connect, local_info
+
+    previous = _on_sigterm()
+    try:
+        program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe)
+        if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
+            plan_for(cfg, graph, local_info(cfg.cluster))  # faults of the plan show before Ray is started
+        directory = RunDirectory.create(
+            cfg.run_dir, recipe, loggers=list(cfg.loggers), keep_last=cfg.checkpoint.keep_last
+        )
+        with directory:
+            progress = Progress(sys.stderr)
+            listener = RunListener(directory, progress)
+            directory.write_config(cfg.to_dict())
+            progress.note(f"run directory: {directory.path}")
+            progress.note("starting Ray" if not cfg.cluster.debug else "debug: all workers are threads of this process")
+            with connect(cfg.cluster, f"{recipe}/{directory.path.name}") as cluster:
+                plan, flat = plan_for(cfg, graph, cluster.info)
+                directory.write_plan(plan.to_yaml())
+                progress.note(plan.describe())
+                devices = sorted({d for g in flat.groups.values() for p in g.processes for d in p})
+                cluster.reserve(tuple(devices))
+                runtime = Runtime(
+                    cluster,
+                    flat,
+                    groups,
+                    seed=cfg.seed,
+                    run_dir=directory.path,
+                    launch_timeout_s=cfg.cluster.launch_timeout_s,
+                    stall_timeout_s=cfg.cluster.stall_timeout_s,
+                    sys_path=_user_path(cfg.program),
+                    on_log=listener.log,
+                )
+                _drive(cfg, runtime, graph, groups, program, directory, listener, progress)
+        return 0
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _drive(
+    cfg: Config,
+    runtime: Runtime,
+    graph: FlowGraph,
+    groups: dict[str, GroupSpec],
+    program: Callable[[Any, Any], Any],
+    directory: RunDirectory,
+    listener: RunListener,
+    progress: Progress,
+) -> None:
+    began = time.monotonic()
+    finished = False
+    try:
+        runtime.start(progress.note)
+        _on_sigterm()  # Ray has installed its own meanwhile
+        flow = LiveFlow(
+            runtime,
+            graph,
+            groups,
+            seed=cfg.seed,
+            run_dir=directory.path,
+            max_items=cfg.channels.max_items,
+            max_bytes=cfg.channels.max_bytes,
+            listener=listener,
+        )
+        program(flow, cfg)
+        finished = True
+    finally:
+        progress.close()
+        runtime.stop(orderly=finished)
+        cfg.add_reads(runtime.reads)
+        listener.summary["finished"] = finished
+        listener.summary["seconds"] = time.monotonic() - began
+        try:
+            directory.write_trace()
+            directory.write_summary(listener.summary)
+        except RLinfError:
+            if finished:
+                raise  # otherwise the run's own failure is what the user must see
+    _plot(directory, progress)
+
+
+def _plot(directory: RunDirectory, progress: Progress) -> None:
+    from rlinf_core.loggers.jsonl import FILE
+    from rlinf_core.plots import plot_run
+
+    if (directory.path / FILE).exists():
+        progress.note(f"plot: {plot_run(directory.path)}")
+
+
+def _user_path(program: str) -> tuple[str, ...]:
+    where = program.rpartition(":")[0]
+    return (str(Path(where).resolve().parent),) if where.endswith(".py") else ()
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: unwinds like Ctrl-C."""
+
+
+def _on_sigterm() -> Any:
+    """Unwind on SIGTERM as on Ctrl-C; returns the previous handler, or ``None`` off the main thread."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Terminated(f"signal {number}")
+
+    try:
+        return signal.signal(signal.SIGTERM, handler)
+    except ValueError:  # not the main thread (a test or a notebook server): leave signals alone
+        return None

@@ -1,0 +1,300 @@
+"""What a user subclasses: ``Worker``, the ``@task`` mark and the ``In`` / ``Out`` annotations.
+
+This module knows nothing of Ray, sockets or processes; the host process fills in a ``WorkerContext``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import logging
+import typing
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from rlinf_core.errors import TraceError
+from rlinf_core.types import ParallelInfo
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class In(Generic[T]):
+    """The reading end of a channel, as a task sees it.
+
+    Iterating yields single items until every writer has closed and the channel is drained. A failed writer
+    raises ``ChannelPoisoned`` instead, so an end is always a clean one. All waits can be interrupted by the
+    run being stopped (``Cancelled``). When unsure how to read, use ``batches()``: the plan then sets how many
+    items move at once, without changing what is computed.
+    """
+
+    name: str
+
+    def get(self, key: Hashable = ..., timeout: float | None = None) -> T:
+        """Next item, of ``key`` or of any. Raises ``EndOfChannel``, ``ChannelPoisoned``, ``WaitTimeout``."""
+        raise _bare("In")
+
+    def get_nowait(self, key: Hashable = ...) -> T:
+        """As ``get`` but raises ``ChannelEmpty`` when nothing can be taken now."""
+        raise _bare("In")
+
+    async def get_async(self, key: Hashable = ..., timeout: float | None = None) -> T:
+        raise _bare("In")
+
+    def get_batch(self, weight: float, timeout: float | None = None) -> list[T]:
+        """Items up to a total ``weight``; a heavier head item comes alone. ``EndOfChannel`` at the end."""
+        raise _bare("In")
+
+    def batches(self, n: int | None = None) -> Iterator[list[T]]:
+        """Lists of ``n`` items (the plan's portion by default; the last may be shorter) until the end.
+
+        For a stage with ``barrier = "group"`` only complete groups come, ``n`` is filled up to whole groups.
+        For ``barrier = "batch"`` one list with everything. In a collective group every rank gets equally many
+        lists, some of which may be empty.
+        """
+        raise _bare("In")
+
+    def __iter__(self) -> Iterator[T]:
+        raise _bare("In")
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        raise _bare("In")
+
+
+class Out(Generic[T]):
+    """The writing end of a channel. It closes by itself when the task returns; a task that raises poisons it."""
+
+    name: str
+
+    def put(self, item: T, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
+        """Hand an item on; waits for credit (items and bytes). ``weight`` is what ``get_batch`` counts."""
+        raise _bare("Out")
+
+    def put_nowait(self, item: T, key: Hashable = None, weight: float = 1.0) -> None:
+        """As ``put`` but raises ``ChannelFull`` when there is no credit now."""
+        raise _bare("Out")
+
+    async def put_async(self, item: T, key: Hashable = None, weight: float = 1.0) -> None:
+        raise _bare("Out")
+
+    def broadcast(self, item: T, keys: Iterable[Hashable]) -> None:
+        """Put one item under several keys, encoded once."""
+        raise _bare("Out")
+
+    def close(self) -> None:
+        """No more items from this writer. Closing twice is allowed; putting afterwards is ``ChannelClosed``."""
+        raise _bare("Out")
+
+
+def _bare(kind: str) -> TraceError:
+    return TraceError(
+        f"this {kind} is not connected: channels are made by `step.channels(...)` and passed to group calls"
+    )
+
+
+def task(function: F) -> F:
+    """Mark a method as a task that the flow may call."""
+    function._rlinf_task = True  # type: ignore[attr-defined]
+    return function
+
+
+class WorkerContext(Protocol):
+    """What the host gives a worker."""
+
+    cfg: Any
+    name: str
+    rank: int
+    world_size: int
+    parallel: ParallelInfo
+    seed: int
+    run_dir: Path
+    step: str
+    step_index: int
+
+    def on_device(self) -> AbstractContextManager[None]: ...
+
+    def account(self, kind: str, ids: tuple[str, ...], detail: str) -> None: ...
+
+
+class Worker:
+    """One rank of a worker group: an ordinary object in its own process.
+
+    Subclass it, mark methods with ``@task``, and let the flow call them. ``setup`` runs once before the first
+    task; heavy imports belong there (or below), so that reading a recipe stays cheap. All methods run on the
+    process's main thread.
+
+    Class attributes say how the group may be scheduled: ``device`` (runs on devices; ``False`` for CPU stages),
+    ``collective`` (the ranks compute together and are dealt whole portions, e.g. a data-parallel trainer) and
+    ``barrier`` (``"item"``, ``"group"`` or ``"batch"``: what must be complete before the stage can work).
+    ``ranks`` fixes the number of processes of a CPU stage.
+    """
+
+    device: bool = True
+    collective: bool = False
+    barrier: str = "item"
+    ranks: int = 1
+
+    _ctx: WorkerContext
+
+    @property
+    def cfg(self) -> Any:
+        """The configuration node given to ``flow.group``."""
+        return self._ctx.cfg
+
+    @property
+    def name(self) -> str:
+        return self._ctx.name
+
+    @property
+    def rank(self) -> int:
+        return self._ctx.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._ctx.world_size
+
+    @property
+    def parallel(self) -> ParallelInfo:
+        return self._ctx.parallel
+
+    @property
+    def seed(self) -> int:
+        """The run's root seed, the same in every rank."""
+        return self._ctx.seed
+
+    @property
+    def run_dir(self) -> Path:
+        return self._ctx.run_dir
+
+    @property
+    def step(self) -> str:
+        """Name of the step of the running task, e.g. ``train/3``."""
+        return self._ctx.step
+
+    @property
+    def step_index(self) -> int:
+        return self._ctx.step_index
+
+    @property
+    def log(self) -> logging.Logger:
+        return logging.getLogger(f"rlinf.{self._ctx.name}[{self._ctx.rank}]")
+
+    def setup(self) -> None:
+        """Build what the tasks need (engines, models). Runs once, in the worker's process."""
+
+    def onload(self) -> None:
+        """Bring state onto the device. Called when the group's turn comes, not before every task."""
+
+    def offload(self) -> None:
+        """Take state off the device. Called only when another stage wants it."""
+
+    def teardown(self) -> None:
+        """Free what ``setup`` made (pools, files). Runs when the run ends in order."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """A section that needs the group's devices: waits for the device lock, onloads if needed. Nestable."""
+        return self._ctx.on_device()
+
+    def drop(self, what: Any, reason: str) -> None:
+        """Take samples (items or ids, one or many) out of the step's account by name."""
+        if not reason:
+            raise ValueError("drop() needs a reason: it is what the account shows for the sample")
+        self._ctx.account("drop", account_ids(what), reason)
+
+    def trained(self, what: Any) -> None:
+        """Mark samples (items or ids, one or many) as used up: trained on, or counted in an evaluation."""
+        self._ctx.account("trained", account_ids(what), "")
+
+    # Weight publication: `source_group.publish_weights(to=target_group)` runs the two tasks at the end of this module.
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Whole parameters under their published names; every rank of a collective group is asked."""
+        raise TraceError(f"{type(self).__name__} publishes weights but does not define weights()")
+
+    def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        raise TraceError(f"{type(self).__name__} receives weights but does not define install_weights()")
+
+    @task
+    def publish_weights(self, channel: Out[Any], version: int, targets: int) -> None:
+        """Send ``weights()`` to each of ``targets`` ranks of the receiving group, encoded once."""
+        with self.on_device():
+            tensors = [(name, tensor.detach()) for name, tensor in self.weights()]
+            if self.rank == 0:
+                channel.broadcast((version, tensors), keys=range(targets))
+
+    @task
+    def receive_weights(self, channel: In[Any]) -> None:
+        version, tensors = channel.get(key=self.rank)  # before the section: the sender may need the same device
+        with self.on_device():
+            self.install_weights(version, tensors)
+
+
+def account_ids(what: Any) -> tuple[str, ...]:
+    """Ids of one item or id, or of an iterable of them; items without ``account_ids`` are refused."""
+    if isinstance(what, str):
+        return (what,)
+    ids = getattr(what, "account_ids", None)
+    if callable(ids):
+        return tuple(ids())
+    if isinstance(what, Iterable):
+        return tuple(i for part in what for i in account_ids(part))
+    raise ValueError(f"{type(what).__name__} has no account_ids(): pass samples or sample ids")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """Signature of a task as the flow needs it: directions of its channel parameters."""
+
+    name: str
+    parameters: tuple[str, ...]
+    directions: dict[str, str]
+
+
+class _AnyForUnknown(dict[str, Any]):
+    """Annotation namespace in which a name that cannot be found is ``Any`` (it may be a typing-only import)."""
+
+    def __missing__(self, key: str) -> Any:
+        if hasattr(builtins, key):
+            return getattr(builtins, key)
+        return Any
+
+
+def task_spec(worker: type[Worker], name: str) -> TaskSpec:
+    """Resolve a task's channel directions from its annotations (on the driver only).
+
+    Raises ``TraceError`` when the method is missing or not marked with ``@task``.
+    """
+    function = getattr(worker, name, None)
+    if function is None or not getattr(function, "_rlinf_task", False):
+        tasks = task_names(worker)
+        state = "has no method" if function is None else "has a method without @task"
+        raise TraceError(f"{worker.__name__} {state} {name!r}; its tasks are: {', '.join(tasks) or 'none'}")
+    signature = inspect.signature(function)
+    namespace = _AnyForUnknown(vars(inspect.getmodule(function) or builtins))
+    namespace.setdefault("In", In)
+    namespace.setdefault("Out", Out)
+    directions: dict[str, str] = {}
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    for parameter in parameters:
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, namespace)
+            except (TypeError, AttributeError, SyntaxError, NameError):
+                annotation = Any
+        origin = typing.get_origin(annotation) or annotation
+        if origin is In or origin is Out:
+            directions[parameter.name] = "in" if origin is In else "out"
+    return TaskSpec(name, tuple(p.name for p in parameters), directions)
+
+
+def task_names(worker: type[Worker]) -> list[str]:
+    """Names of the user's tasks of a worker class (the two of weight publication left out)."""
+    own = {"publish_weights", "receive_weights"}
+    return sorted(n for n in dir(worker) if n not in own and getattr(getattr(worker, n, None), "_rlinf_task", False))

@@ -1,0 +1,122 @@
+"""``rlinf doctor``: what it says about the installation and the machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlinf_core import registry
+from rlinf_core.cli import doctor, machine
+from rlinf_core.cli.machine import GIB, Machine
+from rlinf_core.cli.main import main
+from rlinf_core.config import sources
+from rlinf_core.registry import Entry
+
+HEALTHY = Machine(
+    python="3.11.9",
+    cores=8,
+    cores_total=8,
+    load=1.0,
+    memory_total=64 * GIB,
+    memory_available=50 * GIB,
+    shm_total=32 * GIB,
+    shm_free=32 * GIB,
+    open_files=20_000,
+    open_files_hard=20_000,
+    disk_free={"/": 100 * GIB},
+)
+
+
+def test_a_healthy_machine_hurts_nowhere() -> None:
+    assert list(doctor.hurts(HEALTHY)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"thread_variables": {"OMP_NUM_THREADS": "64"}}, "OMP_NUM_THREADS=64"),
+        ({"cpu_quota": 2.0}, "2 of 8 cores"),
+        ({"load": 20.0}, "load 20.0 on 8 cores"),
+        ({"memory_limit": 2 * GIB}, "2.0 GiB of memory can be used"),
+        ({"swap_used": 3 * GIB}, "3.0 GiB are swapped out"),
+        ({"shm_total": 64 * 2**20}, "/dev/shm has 0.06 GiB"),
+        ({"open_files_hard": 1024}, "at most 1024 open files"),
+        ({"disk_free": {"/": GIB}}, "/ has 1.0 GiB free"),
+        ({"disk_nearly_full": frozenset({"/"})}, "95 % full"),
+        ({"stale_locks": ("/x/lock",)}, "stale compile lock /x/lock"),
+        ({"allocator": "A=b"}, "A=b: expandable segments"),
+        ({"raylets": (7,)}, "left over from a crash"),
+    ],
+)
+def test_what_hurts_is_named_with_its_number(change: dict[str, object], part: str) -> None:
+    found = list(doctor.hurts(replace(HEALTHY, **change)))  # type: ignore[arg-type]
+    assert len(found) == 1 and part in found[0]
+
+
+def test_devices_and_ray_are_described() -> None:
+    assert any("virtual_devices" in line for line in doctor.describe_machine(HEALTHY))
+    seen = replace(HEALTHY, gpus=("0, H200, GPU-1, 140 GiB",), ray_address="10.0.0.1:6379", ray_address_from="x")
+    assert "device 0, H200, GPU-1, 140 GiB" in list(doctor.describe_machine(seen))
+    assert any("10.0.0.1:6379" in line for line in doctor.describe_ray(seen))
+
+
+def test_missing_parts_say_what_they_add_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: "" if name == "rlinf-engines" else "1.0")
+    lines = list(doctor.missing())
+    vllm = next(line for line in lines if line.startswith("rlinf-engines[vllm]"))
+    assert "adds rollout vllm" in vllm and "tools/install 'rlinf-engines[vllm]'" in vllm
+    assert any("trainer torch, rollout transformers" in line for line in lines)
+
+
+def test_the_report_names_what_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    entries: list[Entry] = []
+    monkeypatch.setattr(registry, "installed_entries", lambda: tuple(entries))
+    monkeypatch.setattr(sources, "installed_entries", lambda: tuple(entries))
+    monkeypatch.setattr(sources, "_loaded", {})
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: HEALTHY)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for title in ("Installed", "Could be added", "Machine", "Ray", "Broken\n  nothing", "Will hurt\n  nothing found"):
+        assert title in out
+    entries += [
+        Entry("rlinf.rewards", "own", "m:A", "dist-one", "1.0"),
+        Entry("rlinf.rewards", "own", "m:B", "dist-two", "2.0"),
+        Entry("rlinf.recipes", "sick", "no_such_conf", "dist-sick", "1.0"),
+    ]
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "reward 'own' is claimed by dist-one 1.0 and dist-two 2.0" in out
+    assert "dist-sick 1.0: no_such_conf cannot be imported" in out
+
+
+def test_this_machine_can_be_inspected() -> None:
+    found = machine.inspect_machine()
+    assert found.cores >= 1 and found.memory_total > 0 and found.open_files > 0 and found.python.startswith("3.")
+
+
+def test_locks_that_are_old_are_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name, age in (("old", 3600), ("new", 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        os.utime(tmp_path / name / "lock", (time.time() - age,) * 2)
+    assert machine.stale_locks() == [str(tmp_path / "old" / "lock")]
+
+
+def test_settings_that_break_sharing_memory_are_found() -> None:
+    assert machine.bad_allocator({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert not machine.bad_allocator({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+
+
+def test_a_ray_cluster_counts_only_when_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert machine.find_ray() == (address, "RAY_ADDRESS")
+    assert machine.find_ray() == ("", "")

@@ -1,0 +1,102 @@
+"""Faults of a model config that the standard library alone can find.
+
+These run when a configuration is composed, before torch or transformers is loaded. Each function returns
+messages of the form ``key: what is wrong, what would be right``; an empty list means nothing was found.
+The arguments are config nodes: anything with attributes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+def check_model_path(path: str) -> list[str]:
+    """Say why ``path`` cannot be a Hugging Face causal language model directory."""
+    directory = Path(path).expanduser()
+    want = "give a directory with config.json, weights and a tokenizer, or null for the tiny model"
+    if not directory.exists():
+        return [f"model.path: {path} does not exist; {want}"]
+    if not directory.is_dir():
+        return [f"model.path: {path} is not a directory; {want}"]
+    config, problem = _read_config(directory)
+    if problem:
+        return [f"model.path: {path} {problem}; {want}"]
+    architectures = config.get("architectures") or []
+    if architectures and not any(_is_causal(str(name)) for name in architectures):
+        names = ", ".join(map(str, architectures))
+        return [f"model.path: {path} holds {names}, not a causal language model; {want}"]
+    if not any(any(directory.glob(pattern)) for pattern in WEIGHT_FILES):
+        return [f"model.path: {path} has no weights (*.safetensors or pytorch_model*.bin); {want}"]
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return [f"model.path: {path} has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...); {want}"]
+    return []
+
+
+def check_tiny(tiny: Any) -> list[str]:
+    """Say which sizes of the tiny model do not go together."""
+    problems = []
+    if tiny.hidden_size % tiny.heads:
+        problems.append(
+            f"model.tiny.heads: {tiny.heads} does not divide hidden_size {tiny.hidden_size}; choose a divisor"
+        )
+    elif (tiny.hidden_size // tiny.heads) % 2:
+        problems.append(f"model.tiny.heads: hidden_size / heads is {tiny.hidden_size // tiny.heads}; it must be even")
+    if tiny.heads % tiny.kv_heads:
+        problems.append(f"model.tiny.kv_heads: {tiny.kv_heads} does not divide heads {tiny.heads}; choose a divisor")
+    if not tiny.characters:
+        problems.append("model.tiny.characters: is empty; list the characters that prompts and answers use")
+    twice = sorted({c for c in tiny.characters if tiny.characters.count(c) > 1})
+    if twice:
+        problems.append(f"model.tiny.characters: {twice[0]!r} is there twice; list each character once")
+    return problems
+
+
+def max_positions(model: Any) -> int | None:
+    """The most tokens that prompt and response may have together; ``None`` when the model does not say."""
+    if model.path is None:
+        return int(model.tiny.max_positions)
+    config, problem = _read_config(Path(model.path).expanduser())
+    if problem:
+        return None
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
+        for key in POSITION_KEYS:
+            if isinstance(source.get(key), int):
+                return int(source[key])
+    return None
+
+
+def check_lengths(
+    model: Any, prompt_tokens: int, response_tokens: int, *, prompt_key: str, response_key: str
+) -> list[str]:
+    """Say when a prompt of ``prompt_tokens`` with a response of ``response_tokens`` cannot fit the model."""
+    limit = max_positions(model)
+    if limit is None or prompt_tokens + response_tokens <= limit:
+        return []
+    return [
+        f"{response_key}: {prompt_key} {prompt_tokens} and {response_key} {response_tokens} are "
+        f"{prompt_tokens + response_tokens} tokens together, the model takes {limit}; lower one of them"
+    ]
+
+
+def _is_causal(architecture: str) -> bool:
+    return architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+
+
+def _read_config(directory: Path) -> tuple[dict[str, Any], str]:
+    """(config.json as a dict, "") or ({}, what is wrong with it)."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, "has no config.json, so it is not a model"
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return {}, f"has a config.json that cannot be read ({error})"
+    if not isinstance(config, dict):
+        return {}, "has a config.json that is not an object"
+    return config, ""

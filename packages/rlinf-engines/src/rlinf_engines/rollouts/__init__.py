@@ -1,0 +1,1 @@
+"""Rollout backends (entry-point group ``rlinf.rollouts``)."""

@@ -1,0 +1,203 @@
+"""Rollout backend ``transformers``: a decoding loop of our own over any Hugging Face causal LM.
+
+Every request draws its own keyed random numbers (see ``rlinf_engines.sampling``), so a response does not
+depend on the batch it was decoded in, up to floating-point ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlinf_core.errors import NonFiniteError, RLinfError
+from rlinf_core.types import Generated, GenerateRequest, ParallelInfo, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+# Rows that have finished are taken out of the batch when this part of it is left. Below, computing them
+# along is cheaper than copying the cache.
+COMPACT_BELOW = 0.75
+
+
+class TransformersRollout:
+    """Decode with a Hugging Face model in this process.
+
+    Requests are sorted by prompt and decoded in waves of at most ``max_num_seqs``. Equal prompts of a wave
+    are prefilled once. Prompts are padded on the left, and a key-value cache is kept. Finished rows leave the
+    batch when enough have gathered.
+    """
+
+    requires: tuple[str, ...] = ("transformers", "tokenizers")
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self.version = 0
+        self.tokenizer: Any = None
+        self.model: Any = None
+        self._torn = ""
+
+    def setup(self, model: Any, parallel: ParallelInfo, *, seed: int) -> None:
+        """Build model (``model`` is the config node) and tokenizer; ``seed`` is the root seed."""
+        import torch
+
+        from rlinf_engines.models import load_model, load_tokenizer, max_positions, stop_ids
+
+        torch.set_num_threads(parallel.threads)
+        self._device = torch.device(parallel.device)
+        self.tokenizer = load_tokenizer(model)
+        self.model = load_model(model, seed).to(self._device)
+        self._stop = stop_ids(self.model, self.tokenizer)
+        self._max_positions = max_positions(model)
+        self._max_num_seqs = int(self.cfg.max_num_seqs)
+
+    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
+        """Yield responses as they finish, in any order; the checks run before the first is drawn."""
+        from rlinf_engines.rollouts.requests import check_requests
+        from rlinf_engines.sampling import check_sampling
+
+        check_sampling(sampling)
+        check_requests(requests, sampling, self._max_positions, self.model.config.vocab_size)
+        # Neighbours of equal length waste no padding, and equal prompts are prefilled once.
+        ordered = sorted(requests, key=lambda r: (len(r.prompt_ids), r.prompt_ids))
+        return self._waves(ordered, sampling)
+
+    def load_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole parameters into the model. All must come, under Hugging Face names, tied ones once."""
+        import torch
+
+        own = self.model.state_dict(keep_vars=True)
+        missing: dict[int, str] = {}
+        for name, tensor in own.items():  # a tied tensor goes by the name it comes under
+            missing.setdefault(id(tensor), name)
+        self._torn = f"version {version} was only partly installed"
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in own:
+                    raise RLinfError(f"weights of version {version}: the model has no parameter {name!r}")
+                if own[name].shape != tensor.shape:
+                    raise RLinfError(
+                        f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, the model's has "
+                        f"{tuple(own[name].shape)}"
+                    )
+                own[name].copy_(tensor)
+                missing.pop(id(own[name]), None)
+        if missing:
+            first = next(iter(missing.values()))
+            raise RLinfError(f"weights of version {version}: {len(missing)} are missing, first {first}")
+        self.version = version
+        self._torn = ""
+
+    def onload(self) -> None:
+        """Move the model to its device; nothing to do on a CPU."""
+        if self._device.type != "cpu":
+            self.model.to(self._device)
+
+    def offload(self) -> None:
+        """Move the model to host memory; nothing to do on a CPU, where it already is there."""
+        if self._device.type != "cpu":
+            import torch
+
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def _waves(self, requests: list[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
+        for start in range(0, len(requests), self._max_num_seqs):
+            yield from self._decode(requests[start : start + self._max_num_seqs], sampling)
+
+    def _decode(self, requests: list[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
+        import torch
+
+        from rlinf_engines.sampling import choose, request_streams, uniforms
+
+        device = self._device
+        logits_BV, cache, mask_BT, next_position_B = self._prefill(requests)
+        rows = list(range(len(requests)))  # batch row -> request
+        tokens: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        versions: list[list[int]] = [[] for _ in requests]
+        done: list[bool] = [False] * len(requests)
+        streams_B = request_streams(sampling.seed, [r.key for r in requests]).to(device)
+        greedy_B = torch.tensor([r.greedy for r in requests], device=device)
+        stop = frozenset(self._stop) | frozenset(sampling.stop_token_ids)
+        alive = len(rows)
+        for position in range(sampling.max_new_tokens):
+            token_B, logp_B = choose(logits_BV, uniforms(streams_B, position), greedy_B, sampling)
+            if not bool(torch.isfinite(logp_B).all()):
+                bad = requests[rows[int((~torch.isfinite(logp_B)).nonzero()[0])]]
+                raise NonFiniteError(
+                    f"rollout: log-probability of request {bad.id!r} at position {position} is not finite "
+                    f"(policy version {self.version})"
+                )
+            last = position + 1 == sampling.max_new_tokens
+            finished = []
+            for i, token, logp in zip(rows, token_B.tolist(), logp_B.tolist(), strict=True):
+                if done[i]:
+                    continue
+                tokens[i].append(token)
+                logprobs[i].append(logp)
+                versions[i].append(self.version)
+                if last or token in stop:
+                    done[i] = True
+                    finished.append(i)
+            alive -= len(finished)
+            # Weights may be replaced while we are suspended here: each token records its own version.
+            for i in finished:
+                reason = "stop" if tokens[i][-1] in stop else "length"
+                yield Generated(requests[i].id, tokens[i], logprobs[i], versions[i], reason)
+            if alive == 0:
+                return
+            if alive <= COMPACT_BELOW * len(rows):
+                keep = [row for row, i in enumerate(rows) if not done[i]]
+                rows = [rows[row] for row in keep]
+                keep_B = torch.tensor(keep, device=device)
+                cache.reorder_cache(keep_B)
+                token_B, mask_BT = token_B[keep_B], mask_BT[keep_B]
+                streams_B, greedy_B = streams_B[keep_B], greedy_B[keep_B]
+                next_position_B = next_position_B[keep_B]
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
+            logits_BV = self._forward(token_B.unsqueeze(1), mask_BT, next_position_B.unsqueeze(1), cache)
+            next_position_B = next_position_B + 1
+
+    def _prefill(self, requests: list[GenerateRequest]) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
+        """(logits [B, V], cache, mask [B, P], position of the next token [B]) of the prompts."""
+        import torch
+        from transformers import DynamicCache
+
+        unique: dict[tuple[int, ...], int] = {}
+        row_of = [unique.setdefault(tuple(r.prompt_ids), len(unique)) for r in requests]
+        width = max(map(len, unique))
+        ids_UP = torch.full((len(unique), width), int(self.tokenizer.pad_token_id), dtype=torch.int64)
+        mask_UP = torch.zeros((len(unique), width), dtype=torch.int64)
+        for prompt, row in unique.items():
+            ids_UP[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_UP[row, width - len(prompt) :] = 1
+        position_UP = (mask_UP.cumsum(dim=1) - 1).clamp(min=0)
+        ids_UP, mask_UP, position_UP = (t.to(self._device) for t in (ids_UP, mask_UP, position_UP))
+        cache = DynamicCache(config=self.model.config)
+        logits_UV = self._forward(ids_UP, mask_UP, position_UP, cache)
+        next_U = position_UP[:, -1] + 1
+        if len(unique) == len(requests):
+            return logits_UV, cache, mask_UP, next_U
+        index_B = torch.tensor(row_of, device=self._device)
+        cache.reorder_cache(index_B)
+        return logits_UV[index_B], cache, mask_UP[index_B], next_U[index_B]
+
+    def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits [B, V] of each row's last column; the cache grows by the new columns."""
+        import torch
+
+        if self._torn:
+            raise RLinfError(f"rollout: {self._torn}; load whole weights before generating")
+        # no_grad, not inference_mode: parameters and cache stay usable when weights are replaced between
+        # steps. Only the forward is inside, since a generator would leak the mode to its consumer.
+        with torch.no_grad():
+            out = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return out.logits[:, -1]

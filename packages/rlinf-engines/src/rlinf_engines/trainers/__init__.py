@@ -1,0 +1,1 @@
+"""Trainer backends (entry-point group ``rlinf.trainers``)."""

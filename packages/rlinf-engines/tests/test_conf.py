@@ -1,0 +1,116 @@
+"""Schemas: what is refused when a config is composed, and that this loads nothing heavy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlinf_engines import conf
+from rlinf_engines.model_check import check_lengths, check_model_path, max_positions
+
+
+def root(model: Any) -> SimpleNamespace:
+    return SimpleNamespace(model=model)
+
+
+def test_composing_and_reading_metadata_load_nothing_heavy() -> None:
+    code = (
+        "import sys, rlinf_engines.conf, rlinf_engines.model_check\n"
+        "from rlinf_engines.trainers.torch_trainer import TorchTrainer\n"
+        "from rlinf_engines.rollouts.transformers_rollout import TransformersRollout\n"
+        "from rlinf_engines.rollouts.vllm_rollout import VllmRollout\n"
+        "assert VllmRollout.requires == ('vllm', 'transformers')\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'vllm', 'numpy') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_option_has_a_yaml_file_and_every_key_a_help_text() -> None:
+    folder = Path(conf.__file__).parent
+    files = {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml")}
+    assert files == set(conf.SCHEMAS)
+    for schema in [*conf.SCHEMAS.values(), conf.TinyModel]:
+        for field in dataclasses.fields(schema):
+            assert field.metadata["help"], f"{schema.__name__}.{field.name}"
+
+
+def test_the_defaults_are_valid() -> None:
+    for name, schema in conf.SCHEMAS.items():
+        assert schema().validate(root(conf.Model())) == [] if hasattr(schema, "validate") else True, name
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"heads": 3}, "model.tiny.heads: 3 does not divide hidden_size 128"),
+        ({"hidden_size": 12, "heads": 4}, "model.tiny.heads: hidden_size / heads is 3; it must be even"),
+        ({"kv_heads": 3}, "model.tiny.kv_heads: 3 does not divide heads 4"),
+        ({"characters": ""}, "model.tiny.characters: is empty"),
+        ({"characters": "0120"}, "model.tiny.characters: '0' is there twice"),
+    ],
+)
+def test_tiny_sizes_that_do_not_go_together(keys: dict[str, Any], message: str) -> None:
+    model = conf.Model(tiny=conf.TinyModel(**keys))
+    assert [p for p in model.validate(root(model)) if p.startswith(message)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"betas": [0.9]}, "trainer.betas"),
+        ({"betas": [0.9, 1.0]}, "trainer.betas"),
+        ({"schedule": "cosine"}, "trainer.schedule_steps: 0 leaves no step"),
+        ({"schedule": "linear", "warmup_steps": 5, "schedule_steps": 5}, "trainer.schedule_steps: 5 leaves"),
+    ],
+)
+def test_trainer_values_that_cannot_be(keys: dict[str, Any], message: str) -> None:
+    (problem,) = conf.TorchTrainer(**keys).validate(root(conf.Model()))
+    assert problem.startswith(message)
+
+
+def test_vllm_takes_some_models_only() -> None:
+    rollout = conf.VllmRollout()
+    (problem,) = rollout.validate(root(conf.Model(dtype="float64")))
+    assert problem.startswith("model.dtype: vllm does not compute in float64")
+    (problem,) = rollout.validate(root(conf.Model(tiny=conf.TinyModel(heads=8))))
+    assert problem.startswith("model.tiny.heads: vllm takes head sizes 32, 64")
+    assert problem.endswith("hidden_size / heads is 16; change either")
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").write_bytes(b"")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_model_paths(tmp_path: Path) -> None:
+    good = write(tmp_path / "good", {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048})
+    assert check_model_path(str(good)) == []
+    assert conf.Model(path=str(good)).validate(None) == []
+    (problem,) = conf.Model(path=str(tmp_path / "gone")).validate(None)
+    assert problem.startswith(f"model.path: {tmp_path}/gone does not exist")
+
+
+def test_lengths_are_read_from_the_config(tmp_path: Path) -> None:
+    nested = write(tmp_path / "nested", {"text_config": {"max_position_embeddings": 100}})
+    silent = write(tmp_path / "silent", {})
+    names = {"prompt_key": "data.max_prompt_tokens", "response_key": "sampling.max_new_tokens"}
+    assert max_positions(conf.Model(path=str(nested))) == 100
+    assert max_positions(conf.Model(path=str(silent))) is None
+    assert check_lengths(conf.Model(path=str(silent)), 10**6, 10**6, **names) == []
+    assert check_lengths(conf.Model(), 56, 8, **names) == []
+    (problem,) = check_lengths(conf.Model(), 57, 8, **names)
+    assert problem == (
+        "sampling.max_new_tokens: data.max_prompt_tokens 57 and sampling.max_new_tokens 8 are 65 tokens together, "
+        "the model takes 64; lower one of them"
+    )

@@ -1,0 +1,203 @@
+"""The tiny model and its tokenizer, directories, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoTokenizer  # noqa: E402
+
+from rlinf_core.errors import ConfigError  # noqa: E402
+from rlinf_engines.models import (  # noqa: E402
+    export_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    named_weights,
+    parameter_shapes,
+    stop_ids,
+)
+
+FINGERPRINT = (
+    "import hashlib, types, torch\n"
+    "from rlinf_engines.models import load_model, named_weights\n"
+    "torch.rand(3)\n"
+    "tiny = types.SimpleNamespace(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=96,"
+    " max_positions=64, characters='0123456789+-*= ')\n"
+    "model = load_model(types.SimpleNamespace(path=None, dtype='float32', tiny=tiny), 7)\n"
+    "print(hashlib.sha256(b''.join(t.numpy().tobytes() for _, t in named_weights(model))).hexdigest())\n"
+)
+
+
+@pytest.fixture
+def directory(make_model: Any, tmp_path: Path) -> Path:
+    """A Hugging Face directory of the tiny model."""
+    tiny = make_model("float32")
+    export_model(load_model(tiny, 0), load_tokenizer(tiny), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def digest(network: Any) -> str:
+    import hashlib
+
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for _, t in named_weights(network))).hexdigest()
+
+
+def test_the_tiny_model_is_a_function_of_the_seed_in_every_process(make_model: Any) -> None:
+    model = make_model("float32")
+    here = digest(load_model(model, 7))
+    torch.rand(5)
+    assert digest(load_model(model, 7)) == here != digest(load_model(model, 8))
+    other = subprocess.run([sys.executable, "-c", FINGERPRINT], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == here
+
+
+def test_loading_leaves_the_random_numbers_of_others_in_their_place(make_model: Any) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    load_model(make_model(), 0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_number_formats_differ_by_rounding_alone(make_model: Any, dtype: str) -> None:
+    exact = dict(named_weights(load_model(make_model("float32"), 0)))
+    for name, tensor in named_weights(load_model(make_model(dtype), 0)):
+        assert str(tensor.dtype) == f"torch.{dtype}"
+        assert torch.equal(tensor, exact[name].to(tensor.dtype))
+
+
+def test_float64_is_float64_throughout(make_model: Any) -> None:
+    network = load_model(make_model(), 0)
+    ids = torch.randint(2, 17, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        base = network(ids).logits
+        network.model.layers[0].self_attn.v_proj.weight[0, 0] += 1e-13
+        change = float((network(ids).logits - base).abs().max())
+    # float32 anywhere on the way would swallow such a change, or blow it up to 1e-8.
+    assert 0.0 < change < 1e-11
+
+
+def test_an_unknown_format_is_refused(make_model: Any) -> None:
+    with pytest.raises(ConfigError, match="model.dtype: 'float16'"):
+        load_model(make_model("float16"), 0)
+
+
+def test_tied_weights_come_once(make_model: Any) -> None:
+    network = load_model(make_model(), 0)
+    names = [name for name, _ in named_weights(network)]
+    shapes, aliases = parameter_shapes(network.config)
+    assert names == list(shapes)
+    assert aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert {name: tuple(t.shape) for name, t in named_weights(network)} == shapes
+
+
+@pytest.mark.parametrize("text", ["", "1+2= 3", "  = =", "0123456789+-*= ", "1" * 50])
+def test_characters_round_trip_exactly(make_model: Any, text: str) -> None:
+    tokenizer = load_tokenizer(make_model())
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_any_character_can_be_in_the_alphabet(make_model: Any) -> None:
+    alphabet = "ab\n\té ß\u4e2d\U0001f600.\\[]^$<>"
+    tokenizer = load_tokenizer(make_model(characters=alphabet))
+    assert tokenizer.decode(tokenizer.encode(alphabet)) == alphabet
+    assert len(tokenizer.encode(alphabet)) == len(alphabet)
+    assert len(tokenizer) == len(alphabet) + 2
+
+
+@pytest.mark.parametrize(("call", "text"), [("encode", "3x"), ("__call__", "3x"), ("__call__", ["1", "3x"])])
+def test_a_character_outside_the_alphabet_is_refused_by_name(make_model: Any, call: str, text: Any) -> None:
+    tokenizer = load_tokenizer(make_model())
+    with pytest.raises(ConfigError, match=r"model.tiny.characters: 'x' \(U\+0078\) in '3x'"):
+        getattr(tokenizer, call)(text)
+
+
+def test_pad_and_end_tokens(make_model: Any) -> None:
+    tokenizer = load_tokenizer(make_model())
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    network = load_model(make_model(), 0)
+    assert stop_ids(network, tokenizer) == (1,)
+    network.generation_config.eos_token_id = [1, 9]
+    assert stop_ids(network, tokenizer) == (1, 9)
+
+
+def test_a_directory_is_what_was_exported(make_model: Any, directory: Path) -> None:
+    again = make_model("float32", path=str(directory))
+    assert digest(load_model(again, 99)) == digest(load_model(make_model("float32"), 0))
+    tokenizer = load_tokenizer(again)
+    assert tokenizer.encode("1+2") == load_tokenizer(make_model()).encode("1+2")
+    with pytest.raises(ConfigError, match="'x'"):
+        tokenizer.encode("x")
+    assert AutoTokenizer.from_pretrained(directory).encode("1+2") == tokenizer.encode("1+2")
+    assert load_config(str(directory)).max_position_embeddings == 64
+    assert sorted(p.name for p in directory.parent.iterdir()) == ["hf"]
+
+
+def break_directory(path: Path, how: str) -> None:
+    config = path / "config.json"
+    if how == "absent":
+        shutil.rmtree(path)
+    elif how == "file":
+        shutil.rmtree(path)
+        path.write_text("")
+    elif how == "no config":
+        config.unlink()
+    elif how == "bad config":
+        config.write_text("{")
+    elif how == "other kind":
+        config.write_text(json.dumps({"architectures": ["BertForMaskedLM"], "model_type": "bert"}))
+    elif how == "no weights":
+        (path / "model.safetensors").unlink()
+    elif how == "no tokenizer":
+        for file in path.glob("*token*"):
+            file.unlink()
+    elif how == "cut weights":
+        data = (path / "model.safetensors").read_bytes()
+        (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    elif how == "other weights":
+        deeper = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+        config.write_text(json.dumps({**json.loads(config.read_text()), **deeper}))
+    elif how == "unknown kind":
+        config.write_text(json.dumps({"architectures": ["XForCausalLM"], "model_type": "nobody"}))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("absent", "does not exist"),
+        ("file", "is not a directory"),
+        ("no config", "has no config.json, so it is not a model"),
+        ("bad config", "config.json that cannot be read"),
+        ("other kind", "holds BertForMaskedLM, not a causal language model"),
+        ("no weights", "has no weights"),
+        ("no tokenizer", "has no tokenizer"),
+        ("cut weights", "does not load"),
+        ("other weights", r"lacks \d+ of the model's weights, first model.layers.2"),
+        ("unknown kind", "does not load"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the library's own words before the error
+def test_what_is_not_a_model_is_refused_by_name(make_model: Any, directory: Path, how: str, message: str) -> None:
+    break_directory(directory, how)
+    with pytest.raises(ConfigError, match=f"model.path: {directory} .*{message}"):
+        load_model(make_model("float32", path=str(directory)), 0)
+
+
+def test_a_broken_tokenizer_is_refused_by_name(make_model: Any, directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model.path: .* has a tokenizer that does not load"):
+        load_tokenizer(make_model("float32", path=str(directory)))

@@ -1,0 +1,105 @@
+"""Real vLLM on a CPU: one engine in a process of its own, looked at from many sides."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlinf_core.errors import ConfigError
+from rlinf_core.types import ParallelInfo
+from rlinf_engines.rollouts.vllm_rollout import VllmRollout, check_allocator
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+SCRIPT = Path(__file__).with_name("vllm_session.py")
+DEADLINE_S = 170.0
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the session saw."""
+    folder = tmp_path_factory.mktemp("vllm")
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder / "found.json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    result["left_behind"] = sorted(p.name for p in temporary.glob("rlinf-*"))
+    return result
+
+
+@needs_vllm
+def test_every_request_is_answered_once_as_sampled(found: dict[str, Any]) -> None:
+    assert found["is_rollout"]
+    assert found["ids"] == found["asked"]
+    assert found["shapes"] and found["ends"]
+    assert found["reasons"] == ["length", "stop"]
+
+
+@needs_vllm
+def test_log_probs_agree_with_the_trainer_s_model(found: dict[str, Any]) -> None:
+    assert found["difference"] < 1e-3
+
+
+@needs_vllm
+def test_random_numbers_are_keyed_by_request(found: dict[str, Any]) -> None:
+    assert found["same_again"]
+    assert not found["same_next_step"]
+
+
+@needs_vllm
+def test_new_weights_go_into_the_live_engine(found: dict[str, Any]) -> None:
+    assert found["stale_difference"] > 0.05
+    # Tied embedding and output head included: a stale head would be off by more than 0.1.
+    assert found["new_difference"] < 1e-3
+    assert found["versions"] == [4]
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("missing", "RLinfError: weights of version 5: 1 are missing, first model.embed_tokens.weight"),
+        ("unknown", "has no parameter 'model.extra'"),
+        ("shape", "model.embed_tokens.weight has shape (2, 64), the model's has (17, 64)"),
+        ("top_p", "ConfigError: sampling.top_p: rollout vllm gives log-probs of the truncated distribution"),
+        ("too_long", "the model takes 64"),
+        ("while_running", "responses are being generated"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(found: dict[str, Any], case: str, message: str) -> None:
+    assert message in found[case]
+
+
+@needs_vllm
+def test_refusals_change_nothing(found: dict[str, Any]) -> None:
+    assert found["after_refusals"]
+    assert found["version"] == 4
+    assert found["left_behind"] == []
+
+
+def test_float64_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="model.dtype: vllm does not compute in float64"):
+        VllmRollout(SimpleNamespace()).setup(SimpleNamespace(dtype="float64"), ParallelInfo(), seed=0)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_allocator_settings_that_break_sleep_and_sharing_are_refused_on_a_gpu(variable: str) -> None:
+    environment = {variable: "max_split_size_mb:64, expandable_segments: True"}
+    with pytest.raises(ConfigError, match=f"{variable}=.*expandable segments break"):
+        check_allocator(environment, on_gpu=True)
+    check_allocator(environment, on_gpu=False)
+    check_allocator({variable: "expandable_segments:False"}, on_gpu=True)

@@ -1,0 +1,125 @@
+"""What the vLLM test looks at, run as a script in a process of its own: ``vllm_session.py OUT``.
+
+vLLM changes its process (environment, threads, compiler switches), so the test process does not load it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlinf_core.errors import RLinfError
+from rlinf_core.types import GenerateRequest, ParallelInfo, Rollout, SamplingParams
+from rlinf_engines.models import load_model, named_weights
+from rlinf_engines.rollouts.vllm_rollout import VllmRollout
+
+TINY = SimpleNamespace(
+    hidden_size=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    intermediate_size=96,
+    max_positions=64,
+    characters="0123456789+-*= ",
+)
+MODEL = SimpleNamespace(path=None, dtype="float32", tiny=TINY)
+ROLLOUT = SimpleNamespace(
+    max_num_seqs=64,
+    max_num_batched_tokens=1024,
+    max_model_len=None,
+    enforce_eager=True,
+    enable_prefix_caching=True,
+    kv_cache_gb=1,
+    gpu_memory_utilization=0.5,
+    gpu_sleep=True,
+)
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7, seed=3)
+
+
+def requests(step: int = 0) -> list[GenerateRequest]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [tuple(torch.randint(2, 17, (4 + i,), generator=generator).tolist()) for i in range(8)]
+    return [
+        GenerateRequest(f"p{p}/{i}", ids, (step, f"p{p}", i), greedy=i == 3)
+        for p, ids in enumerate(prompts)
+        for i in range(4)
+    ]
+
+
+def worst_difference(responses: list[Any], asked: list[GenerateRequest], network: Any) -> float:
+    """The largest difference between the engine's log-probs and those of a Hugging Face forward."""
+    by_id, worst = {r.id: r for r in asked}, 0.0
+    for response in responses:
+        request = by_id[response.id]
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
+        logits = network(ids).logits[0, len(request.prompt_ids) - 1 : -1]
+        logps = (logits / (1.0 if request.greedy else SAMPLING.temperature)).log_softmax(-1)
+        if request.greedy and not torch.equal(logits.argmax(-1), ids[0, len(request.prompt_ids) :]):
+            return float("inf")
+        expected = logps.gather(-1, torch.tensor(response.token_ids).unsqueeze(-1)).squeeze(-1)
+        worst = max(worst, float((expected - torch.tensor(response.logprobs)).abs().max()))
+    return worst
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RLinfError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def main(out: Path) -> None:
+    found: dict[str, Any] = {}
+    rollout = VllmRollout(ROLLOUT)
+    rollout.setup(MODEL, ParallelInfo(), seed=0)
+    found["is_rollout"] = isinstance(rollout, Rollout)
+    network, asked = load_model(MODEL, 0), requests()
+
+    first = list(rollout.generate(asked, SAMPLING))
+    found["ids"] = sorted(r.id for r in first)
+    found["asked"] = sorted(r.id for r in asked)
+    found["shapes"] = all(len(r.token_ids) == len(r.logprobs) == len(r.versions) <= 8 for r in first)
+    found["ends"] = all((r.token_ids[-1] == 1) == (r.finish_reason == "stop") for r in first)
+    found["reasons"] = sorted({r.finish_reason for r in first})
+    found["difference"] = worst_difference(first, asked, network)
+    again = {r.id: r.token_ids for r in rollout.generate(asked[::-1], SAMPLING)}
+    found["same_again"] = again == {r.id: r.token_ids for r in first}
+    found["same_next_step"] = {r.id: r.token_ids for r in rollout.generate(requests(1), SAMPLING)} == again
+
+    with torch.no_grad():  # other weights everywhere, the tied embedding included
+        generator = torch.Generator().manual_seed(1)
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    weights = list(named_weights(network))
+    found["stale_difference"] = worst_difference(first, asked, network)
+    rollout.load_weights(4, weights)
+    second = list(rollout.generate(asked, SAMPLING))
+    found["new_difference"] = worst_difference(second, asked, network)
+    found["versions"] = sorted({v for r in second for v in r.versions})
+
+    found["missing"] = refused(lambda: rollout.load_weights(5, weights[1:]))
+    found["unknown"] = refused(lambda: rollout.load_weights(5, [*weights, ("model.extra", weights[0][1])]))
+    found["shape"] = refused(lambda: rollout.load_weights(5, [(weights[0][0], weights[0][1][:2]), *weights[1:]]))
+    found["top_p"] = refused(lambda: rollout.generate(asked, SamplingParams(8, top_p=0.5)))
+    found["too_long"] = refused(lambda: rollout.generate(asked, SamplingParams(60)))
+    stream = rollout.generate(asked, SAMPLING)
+    next(stream)
+    found["while_running"] = refused(lambda: rollout.load_weights(5, weights))
+    stream.close()
+    rollout.offload()
+    rollout.onload()
+    third = list(rollout.generate(asked, SAMPLING))
+    found["after_refusals"] = {r.id: r.token_ids for r in third} == {r.id: r.token_ids for r in second}
+    found["version"] = rollout.version
+    out.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,84 @@
+"""What spans keys in the reasoning configs. Each check returns messages ``key: what is wrong, what would be right``."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+from rlinf_core.errors import ConfigError
+
+
+def check_pattern(pattern: str | None) -> list[str]:
+    if pattern is None:
+        return []
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return [f"task.pattern: {pattern!r} is not a regular expression: {error}"]
+    return []
+
+
+def check_template(template: str) -> list[str]:
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return [f"task.template: {template!r} is not a format string: {error}"]
+    if not names:
+        return [
+            f"task.template: {template!r} names no field, all prompts would be equal; use {{question}} or {{prompt}}"
+        ]
+    return []
+
+
+def check_function(function: str) -> list[str]:
+    module, colon, name = function.partition(":")
+    if colon and module and name:
+        return []
+    return [f"reward.function: {function!r} is not of the form module:function"]
+
+
+def check_jsonl(path: str, template: str, root: Any) -> list[str]:
+    """Read the whole file: its faults, and whether it fills the evaluation, the warm start and a batch."""
+    from rlinf_reasoning.tasks.base import load_data
+    from rlinf_reasoning.tasks.jsonl_task import JsonlTask
+
+    try:
+        load_data(root, JsonlTask(root.task))
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def check_grpo(root: Any) -> list[str]:
+    """Impossible combinations of a GRPO recipe."""
+    problems = []
+    algorithm, sampling, warm = root.algorithm, root.sampling, root.warm_start
+    if algorithm.group_size < 2:
+        problems.append(
+            f"algorithm.group_size: {algorithm.group_size} leaves no other response to compare with, every advantage "
+            "would be 0; use at least 2"
+        )
+    if root.prompts_per_step % algorithm.minibatches:
+        problems.append(
+            f"prompts_per_step: {root.prompts_per_step} is not a multiple of algorithm.minibatches="
+            f"{algorithm.minibatches}; try {_multiple(root.prompts_per_step, algorithm.minibatches)}"
+        )
+    if warm.max_steps and warm.problems < warm.held_out + warm.batch_size:
+        problems.append(
+            f"warm_start.problems: {warm.problems} is less than warm_start.held_out={warm.held_out} + "
+            f"warm_start.batch_size={warm.batch_size}; give at least {warm.held_out + warm.batch_size}, "
+            "or warm_start.max_steps=0 to skip the phase"
+        )
+    if warm.max_steps and not warm.held_out:
+        problems.append("warm_start.held_out: 0 leaves nothing to measure warm_start.target_accuracy on; try 128")
+    if root.model.path is None and sampling.max_new_tokens >= root.model.tiny.max_positions:
+        problems.append(
+            f"sampling.max_new_tokens: {sampling.max_new_tokens} leaves no room for a prompt in the model's "
+            f"{root.model.tiny.max_positions} positions (model.tiny.max_positions)"
+        )
+    return problems
+
+
+def _multiple(value: int, of: int) -> int:
+    return max(of, value // of * of)

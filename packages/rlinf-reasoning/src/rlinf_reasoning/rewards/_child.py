@@ -1,0 +1,87 @@
+"""One process of the reward pool: loads a function, scores items one by one. Started by path, imports little.
+
+It must end with its parent even when the function never returns to Python (a huge integer power holds the
+interpreter lock, so no thread runs). Hence the operating system does it: the socket to the parent is put in
+asynchronous mode, and the signal of the peer's end (SIGIO, whose default action is to terminate) needs no
+cooperation. A parent-death signal would not do: it follows the *thread* that started the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import math
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+
+def end_with_parent(lifeline: socket.socket) -> None:
+    """Terminate this process when the other end of ``lifeline`` is closed, whatever the process is doing."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    descriptor = lifeline.fileno()
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it closed before the flag was set: no signal will come
+        os._exit(0)
+
+
+def resolve(target: str) -> Any:
+    """``module:function`` (dots allowed after the colon) -> the callable; a class is called without arguments first."""
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if isinstance(found, type):
+        found = found()
+    if not callable(found):
+        raise TypeError(f"{target} is a {type(found).__name__}, not a function")
+    return found
+
+
+def score(function: Any, item: tuple[str, str, dict[str, Any]]) -> tuple[float | None, str]:
+    """Call the function; a raise or a value that is not a finite number becomes (None, reason)."""
+    try:
+        value = function(*item)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return None, f"raised {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None, f"returned a {type(value).__name__}, not a number: {value!r:.200}"
+    return (number, "") if math.isfinite(number) else (None, f"returned {number}, not a finite number")
+
+
+def main(work_fd: int, lifeline_fd: int) -> None:
+    from multiprocessing.connection import Connection
+
+    lifeline = socket.socket(fileno=lifeline_fd)
+    end_with_parent(lifeline)
+    os.dup2(2, 1)  # what the function prints must not look like results
+    connection: Connection[Any, Any] = Connection(work_fd)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        target, path, memory_bytes = connection.recv()
+        if memory_bytes:
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        sys.path[:] = path
+        try:
+            function = resolve(target)
+        except BaseException:
+            connection.send(("unloadable", traceback.format_exc()))
+            return
+        connection.send(("ready", ""))
+        while True:
+            connection.send(score(function, connection.recv()))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,165 @@
+"""Problems, their split into phases, and the batches of a step. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlinf_core.errors import ConfigError
+from rlinf_core.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt text, the answer it is scored against, and whatever else its source says of it."""
+
+    prompt: str
+    answer: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A source of problems (entry-point group ``rlinf.tasks``; the entry is the class).
+
+    The constructor takes the task's config node. ``problems`` gives all of them, in a fixed order; texts may
+    repeat. ``source`` names the source in messages.
+    """
+
+    source: str
+
+    def problems(self, seed: int) -> Iterable[Problem]: ...
+
+
+class PromptData:
+    """The problems of a run: those that accuracy is measured on, and those that are trained on.
+
+    ``eval`` shares no prompt text with the others; ``train``, which the steps draw from, is all the rest, and
+    ``warm_start`` the first part of it, for the supervised phase. They are cut from the distinct problems in the
+    order of a seeded hash of the prompt text, so that they depend on the seed and on nothing else. A text that
+    repeats counts once, with its first answer.
+
+    Args:
+        problems: all problems; repeated texts are removed.
+        seed: root seed of the run.
+        source: name of the source, for messages.
+        eval_problems, warm_start_problems: sizes of these parts.
+        prompts_per_step, group_size: what ``batch`` deals.
+
+    Raises:
+        ConfigError: when the distinct problems do not fill the parts and one batch; the message has the numbers.
+    """
+
+    def __init__(
+        self,
+        problems: Iterable[Problem],
+        *,
+        seed: int,
+        source: str,
+        eval_problems: int,
+        warm_start_problems: int,
+        prompts_per_step: int,
+        group_size: int,
+    ) -> None:
+        distinct: dict[str, Problem] = {}
+        for problem in problems:
+            distinct.setdefault(problem.prompt, problem)
+        needed = eval_problems + max(warm_start_problems, prompts_per_step)
+        if len(distinct) < needed:
+            raise ConfigError(
+                f"task: {source} has {len(distinct)} distinct problems, fewer than the {needed} needed: "
+                f"{eval_problems} for evaluation (eval.problems) and beside them {warm_start_problems} for the warm "
+                f"start (warm_start.problems) or {prompts_per_step} for one batch (prompts_per_step), whichever is more"
+            )
+        ordered = sorted(distinct.values(), key=lambda p: _rank(seed, p.prompt))
+        self.seed = seed
+        self.group_size = group_size
+        self.prompts_per_step = prompts_per_step
+        self.eval: Sequence[Problem] = tuple(ordered[:eval_problems])
+        self.train: Sequence[Problem] = tuple(ordered[eval_problems:])
+        self.warm_start: Sequence[Problem] = self.train[:warm_start_problems]
+        self._epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in one pass over ``train``; the few left over take their turn in other epochs."""
+        return len(self.train) // self.prompts_per_step
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of step ``step`` (from 0 or 1, as the caller counts): a pure function of seed and step.
+
+        An epoch is one shuffle of ``train``; no problem comes twice in it.
+        """
+        epoch, turn = divmod(step, self.batches_per_epoch)
+        if epoch != self._epoch:
+            order = list(range(len(self.train)))
+            random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
+            self._epoch, self._order = epoch, order
+        chosen = self._order[turn * self.prompts_per_step : (turn + 1) * self.prompts_per_step]
+        return [_prompt(self.train[i], f"train/{step}/p{n}", step, self.group_size) for n, i in enumerate(chosen)]
+
+    def eval_prompts(self, step: int = 0) -> list[Prompt]:
+        """Every evaluation problem once, answered greedily."""
+        return [_prompt(p, f"eval/{step}/p{n}", step, 1, greedy=True) for n, p in enumerate(self.eval)]
+
+    def warm_start_prompts(self) -> list[Prompt]:
+        """The problems of the supervised phase, with their answers."""
+        return [_prompt(p, f"warm/p{n}", 0, 1) for n, p in enumerate(self.warm_start)]
+
+
+def load_data(cfg: Any, task: Task | None = None) -> PromptData:
+    """Load the task that ``cfg.task.name`` names and cut it as the recipe's config says.
+
+    Reads ``cfg.seed``, ``cfg.task``, ``cfg.eval.problems``, ``cfg.warm_start.problems``, ``cfg.prompts_per_step``,
+    ``cfg.algorithm.group_size`` and, for the tiny model, ``cfg.model`` and ``cfg.sampling.max_new_tokens``.
+
+    Raises:
+        ConfigError: too few problems, or one that is too long for the tiny model; and what the task itself finds.
+    """
+    if task is None:
+        from rlinf_core.registry import Registry
+
+        task = Registry("rlinf.tasks").load(cfg.task.name)(cfg.task)
+    data = PromptData(
+        task.problems(cfg.seed),
+        seed=cfg.seed,
+        source=task.source,
+        eval_problems=cfg.eval.problems,
+        warm_start_problems=cfg.warm_start.problems if cfg.warm_start.max_steps else 0,
+        prompts_per_step=cfg.prompts_per_step,
+        group_size=cfg.algorithm.group_size,
+    )
+    if cfg.model.path is None:
+        _check_length(data, cfg.sampling.max_new_tokens, cfg.model.tiny.max_positions)
+    return data
+
+
+def _check_length(data: PromptData, max_new_tokens: int, max_positions: int) -> None:
+    """Refuse prompts that leave the tiny model (one token per character) no room for a response."""
+    longest = max((*data.eval, *data.train), key=lambda p: len(p.prompt))
+    length = len(longest.prompt)
+    if length + max_new_tokens > max_positions:
+        raise ConfigError(
+            f"model.tiny.max_positions: the model takes {max_positions} tokens; the longest prompt has {length} and a "
+            f"response may have {max_new_tokens} (sampling.max_new_tokens), {length + max_new_tokens} together. "
+            f"The prompt: {longest.prompt[:200]!r}"
+        )
+
+
+def _prompt(problem: Problem, name: str, step: int, group_size: int, greedy: bool = False) -> Prompt:
+    return Prompt(
+        id=name,
+        text=problem.prompt,
+        answer=problem.answer,
+        group_size=group_size,
+        step=step,
+        greedy=greedy,
+        fields=dict(problem.fields),
+    )
+
+
+def _rank(seed: int, text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16, key=str(seed).encode()).digest()

@@ -1,0 +1,89 @@
+"""The stage that draws responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlinf_core import In, Out, Prompt, Sample, Worker, task
+from rlinf_core.errors import ConfigError
+from rlinf_core.registry import Registry
+from rlinf_core.types import Generated, GenerateRequest, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Generator(Worker):
+    """Draws ``group_size`` responses for every prompt with the rollout backend that ``cfg.rollout.name`` names.
+
+    Reads ``cfg.rollout``, ``cfg.model``, ``cfg.sampling``. Random numbers are keyed by (seed, step, prompt, index),
+    so that the responses do not depend on which rank draws them or with what others.
+    """
+
+    engine: Rollout
+
+    def setup(self) -> None:
+        self.engine = Registry("rlinf.rollouts").load(self.cfg.rollout.name)(self.cfg.rollout)
+        self.engine.setup(self.cfg.model, self.parallel, seed=self.seed)
+        sampling = self.cfg.sampling
+        self.sampling = SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=self.seed,
+        )
+
+    def onload(self) -> None:
+        self.engine.onload()
+
+    def offload(self) -> None:
+        self.engine.offload()
+
+    @task
+    def generate(self, prompts: In[Prompt], samples: Out[Sample]) -> None:
+        """Answer every prompt; samples leave as they finish, keyed by their group and weighed by their tokens."""
+        for portion in prompts.batches():
+            if portion:
+                with self.on_device():
+                    for sample in self.samples_of(portion):
+                        samples.put(sample, key=sample.group, weight=sample.num_tokens)
+
+    def samples_of(self, prompts: list[Prompt]) -> Iterator[Sample]:
+        """Draw the responses to ``prompts``; yields each as it finishes."""
+        tokenizer = self.engine.tokenizer
+        by_id: dict[str, tuple[Prompt, int, list[int]]] = {}
+        requests = []
+        for prompt in prompts:
+            prompt_ids = [int(i) for i in tokenizer.encode(prompt.text)]
+            if not prompt_ids:
+                raise ConfigError(f"prompt {prompt.id} is empty after tokenization: {prompt.text!r}")
+            for index, name in enumerate(prompt.account_ids()):
+                by_id[name] = (prompt, index, prompt_ids)
+                requests.append(
+                    GenerateRequest(name, tuple(prompt_ids), (prompt.step, prompt.id, index), prompt.greedy)
+                )
+        for response in self.engine.generate(requests, self.sampling):
+            yield _sample(response, *by_id[response.id], tokenizer)
+
+    def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.engine.load_weights(version, weights)
+
+
+def _sample(response: Generated, prompt: Prompt, index: int, prompt_ids: list[int], tokenizer: Any) -> Sample:
+    return Sample(
+        id=response.id,
+        group=prompt.id,
+        index=index,
+        group_size=prompt.group_size,
+        prompt_text=prompt.text,
+        prompt_ids=list(prompt_ids),
+        response_ids=list(response.token_ids),
+        response_text=tokenizer.decode(response.token_ids, skip_special_tokens=True),
+        logprobs=list(response.logprobs),
+        versions=list(response.versions),
+        finish_reason=response.finish_reason,
+        answer=prompt.answer,
+        fields=dict(prompt.fields),
+    )

@@ -1,0 +1,128 @@
+"""The split of problems into phases, and the batches of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rlinf_core.config import Config
+from rlinf_core.errors import ConfigError
+from rlinf_reasoning.tasks.base import Problem, PromptData, load_data
+
+
+def problems(count: int) -> list[Problem]:
+    return [Problem(f"{i}+1=", str(i + 1), {"number": i}) for i in range(count)]
+
+
+def data(source: list[Problem], seed: int = 0, **sizes: int) -> PromptData:
+    wanted = {"eval_problems": 10, "warm_start_problems": 20, "prompts_per_step": 8, "group_size": 4, **sizes}
+    return PromptData(source, seed=seed, source="sums", **wanted)
+
+
+def test_evaluation_shares_no_prompt_with_training_and_nothing_is_lost() -> None:
+    found = data(problems(100))
+    held = {p.prompt for p in found.eval}
+    trained = {p.prompt for p in found.train}
+    assert len(held) == 10
+    assert not held & trained
+    assert held | trained == {p.prompt for p in problems(100)}
+    assert len(found.warm_start) == 20
+    assert {p.prompt for p in found.warm_start} <= trained
+
+
+def test_a_repeated_prompt_counts_once_with_its_first_answer() -> None:
+    again = [Problem(p.prompt, "wrong") for p in problems(100)]
+    found = data(problems(100) + again)
+    assert len(found.eval) + len(found.train) == 100
+    assert all(p.answer != "wrong" for p in (*found.eval, *found.train))
+
+
+def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
+    one, other = data(problems(100)), data(problems(100)[::-1])
+    assert one.eval == other.eval
+    assert one.train == other.train
+    assert one.batch(3) == other.batch(3)
+    assert data(problems(100), seed=1).eval != one.eval
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
+    forward, fresh = data(problems(100)), data(problems(100))
+    in_order = [forward.batch(step) for step in range(40)]
+    assert [fresh.batch(step) for step in reversed(range(40))] == in_order[::-1]
+    assert data(problems(100), seed=1).batch(0) != in_order[0]
+
+
+def test_epochs_are_shuffled_and_do_not_repeat() -> None:
+    found = data(problems(100))  # 90 to train on: 11 whole batches of 8
+    assert found.batches_per_epoch == 11
+    epochs = [[p.text for step in range(11) for p in found.batch(11 * epoch + step)] for epoch in range(2)]
+    assert all(max(Counter(epoch).values()) == 1 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    many = {p.text for step in range(11 * 40) for p in found.batch(step)}
+    assert many == {p.prompt for p in found.train}
+
+
+def test_prompts_carry_what_keys_and_scores_them() -> None:
+    found = data(problems(100))
+    prompt = found.batch(12)[3]
+    assert (prompt.id, prompt.step, prompt.group_size, prompt.greedy) == ("train/12/p3", 12, 4, False)
+    assert prompt.text == f"{prompt.fields['number']}+1="
+    assert prompt.account_ids() == tuple(f"train/12/p3/{i}" for i in range(4))
+    evaluated = found.eval_prompts()
+    assert all(p.greedy and p.group_size == 1 for p in evaluated)
+    assert [p.text for p in evaluated] == [p.prompt for p in found.eval]
+    assert [p.answer for p in found.warm_start_prompts()] == [p.answer for p in found.warm_start]
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "numbers"),
+    [
+        (29, {}, ("29", "30", "10", "20", "8")),
+        (17, {"warm_start_problems": 0}, ("17", "18")),
+    ],
+)
+def test_too_few_problems_are_refused_with_the_numbers(
+    count: int, sizes: dict[str, int], numbers: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        data(problems(count), **sizes)
+    assert all(number in str(caught.value) for number in numbers)
+    assert "eval.problems" in str(caught.value)
+    data(problems(count + 1), **sizes)
+
+
+class Sums:
+    source = "sums"
+
+    def problems(self, seed: int) -> list[Problem]:
+        return problems(200)
+
+
+def recipe(**changes: Any) -> Config:
+    return Config(
+        {
+            "seed": 0,
+            "eval": {"problems": 10},
+            "warm_start": {"problems": 20, "max_steps": 1},
+            "prompts_per_step": 8,
+            "algorithm": {"group_size": 4},
+            "sampling": {"max_new_tokens": 4},
+            "model": {"path": None, "tiny": {"max_positions": 16}},
+            **changes,
+        }
+    )
+
+
+def test_load_data_reads_the_recipe() -> None:
+    found = load_data(recipe(), Sums())
+    assert len(found.warm_start) == 20
+    assert len(found.batch(0)) == 8
+    assert not load_data(recipe(warm_start={"problems": 20, "max_steps": 0}), Sums()).warm_start
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"takes 9 tokens; the longest prompt has 6.*\d\d\d\+1="):
+        load_data(recipe(model={"path": None, "tiny": {"max_positions": 9}}), Sums())
+    load_data(recipe(model={"path": "/a/model", "tiny": {"max_positions": 9}}), Sums())

@@ -1,0 +1,166 @@
+"""The pool of killable processes, with hostile functions written to a file of the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlinf_core.errors import ConfigError, RLinfError
+from rlinf_reasoning.rewards.pool import RewardItem, RewardPool
+
+FUNCTIONS = """
+import os, sys, time, subprocess
+
+def score(text, answer, fields):
+    if text == "hang":
+        while True: pass
+    if text == "hold":            # holds the interpreter lock for ever
+        return 9 ** (9 ** (9 ** 9))
+    if text == "exit": os._exit(7)
+    if text == "kill": os.kill(os.getpid(), 9)
+    if text == "sysexit": raise SystemExit(3)
+    if text == "raise": raise KeyError("boom")
+    if text == "none": return None
+    if text == "nan": return float("nan")
+    if text == "print": print("1.0" * 1000); sys.stdout.flush()
+    if text == "memory": return float(len(bytearray(8 << 30)))
+    return float(text == answer) + fields.get("bonus", 0)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "hostile_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "hostile_rewards:score"
+
+
+def items(*texts: str) -> list[RewardItem]:
+    return [RewardItem(t, "a", {}) for t in texts]
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    """Whether a process is gone (or only waits to be reaped by somebody else) before the deadline."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        threading.Event().wait(0.02)
+    return False
+
+
+def test_failing_items_are_named_and_the_others_scored(functions: str) -> None:
+    texts = ["a", "hang", "b", "exit", "a", "kill", "sysexit", "raise", "a", "none", "nan", "print", "a"]
+    with RewardPool(functions, processes=2, timeout_s=0.5) as pool:
+        pool.start()
+        scores = dict(zip(enumerate(texts), pool.score(items(*texts)), strict=True))
+        pids = pool.pids()
+    by_text = {text: score for (_, text), score in scores.items()}
+    assert [s.value for (_, t), s in scores.items() if t == "a"] == [1.0] * 4
+    assert by_text["b"].value == 0.0
+    assert by_text["hang"].value is None and "longer than 0.5 s" in by_text["hang"].error
+    assert "exited with code 7" in by_text["exit"].error
+    assert "SIGKILL" in by_text["kill"].error
+    assert "KeyError" in by_text["raise"].error and "boom" in by_text["raise"].error
+    assert "hostile_rewards.py" in by_text["raise"].error
+    assert "exited with code 3" in by_text["sysexit"].error
+    assert "NoneType" in by_text["none"].error
+    assert "nan" in by_text["nan"].error
+    assert by_text["print"].value == 0.0
+    assert pool.replaced == 4
+    assert all(gone(pid) for pid in pids)
+
+
+def test_memory_limit_fails_the_item_only(functions: str) -> None:
+    with RewardPool(functions, timeout_s=30, memory_mb=1024) as pool:
+        memory, good = pool.score(items("memory", "a"))
+    assert memory.value is None and "MemoryError" in memory.error
+    assert good.value == 1.0
+
+
+def test_fields_reach_the_function(functions: str) -> None:
+    with RewardPool(functions) as pool:
+        assert pool.score([RewardItem("a", "a", {"bonus": 2})])[0].value == 3.0
+
+
+def test_scores_from_another_thread(functions: str) -> None:
+    found: list[object] = []
+    with RewardPool(functions, timeout_s=5) as pool:
+        thread = threading.Thread(target=lambda: found.extend(pool.score(items("a", "b"))))
+        thread.start()
+        thread.join(60)
+        # the thread that started the processes is gone, they must not be
+        assert [s.value for s in pool.score(items("a", "b"))] == [1.0, 0.0]
+    assert [s.value for s in found] == [1.0, 0.0]  # type: ignore[attr-defined]
+
+
+def test_a_process_killed_while_idle_is_replaced_without_blame(functions: str) -> None:
+    with RewardPool(functions, processes=1) as pool:
+        pool.start()
+        (pid,) = pool.pids()
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert pool.score(items("a"))[0].value == 1.0
+        assert pool.pids() != [pid]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("no_such_module_here:f", "no_such_module_here"),
+        ("hostile_rewards:missing", "missing"),
+        ("hostile_rewards:os", "not a function"),
+        ("hostile_rewards", "module:function"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_named(functions: str, target: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RewardPool(target).start()
+
+
+def test_a_closed_pool_says_so(functions: str) -> None:
+    pool = RewardPool(functions)
+    pool.close()
+    pool.close()
+    with pytest.raises(RLinfError, match="closed"):
+        pool.score(items("a"))
+
+
+@pytest.mark.parametrize("text", ["hang", "hold"])
+def test_no_process_outlives_a_killed_parent(functions: str, tmp_path: Path, text: str) -> None:
+    program = f"""
+        import sys, threading
+        sys.path.insert(0, {str(tmp_path)!r})
+        from rlinf_reasoning.rewards.pool import RewardItem, RewardPool
+        pool = RewardPool({functions!r}, processes=2, timeout_s=600)
+        pool.start()
+        print(*pool.pids(), flush=True)
+        pool.score([RewardItem({text!r}, "", {{}})] * 2)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(p) for p in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not all(_busy(pid) for pid in pids):
+        threading.Event().wait(0.02)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def _busy(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(stat[11]) + int(stat[12]) > 30 and stat[0] == "R"  # clock ticks of CPU used, and running

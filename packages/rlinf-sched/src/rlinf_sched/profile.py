@@ -1,0 +1,180 @@
+"""Profiles: measured time and memory of stages, as data.
+
+A profile is a list of samples (stage, devices, portion, items, seconds, peak bytes, switch seconds), stamped
+with the fingerprints of the flow and of the hardware it was taken on: times of another flow or machine are no
+evidence.
+Files are JSON, written aside and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1
+
+
+class ProfileError(ValueError):
+    """A profile or a sample of one is not what it must be; names the field, and the file if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSample:
+    """One timed task.
+
+    ``devices`` it ran on (0: a CPU stage), ``portion`` items moved at once, ``items`` in all, wall
+    ``seconds`` of them, ``peak_bytes`` on one device, ``switch_seconds`` of loading and offloading around
+    it (``seconds`` leaves them out).
+    """
+
+    stage: str
+    devices: int
+    portion: int
+    items: int
+    seconds: float
+    peak_bytes: int = 0
+    switch_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stage, str) or not self.stage:
+            raise ProfileError(f"stage is the name of a stage, not {self.stage!r}")
+        for name, least in (("devices", 0), ("portion", 1), ("items", 1), ("peak_bytes", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ProfileError(f"{name} of stage {self.stage!r} is an integer of at least {least}, not {value!r}")
+        for name in ("seconds", "switch_seconds"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+                raise ProfileError(f"{name} of stage {self.stage!r} is finite and not negative, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Repeated samples of one (stage, devices, portion) in one line.
+
+    ``seconds_per_item`` is the median, ``low`` and ``high`` the quartiles; ``peak_bytes`` is the largest
+    seen, ``switch_seconds`` the median.
+    """
+
+    stage: str
+    devices: int
+    portion: int
+    samples: int
+    seconds_per_item: float
+    low: float
+    high: float
+    peak_bytes: int
+    switch_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Samples of the stages of one flow on one kind of hardware."""
+
+    flow: str
+    hardware: str
+    samples: tuple[ProfileSample, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("flow", "hardware"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ProfileError(f"{name} is a fingerprint, not {value!r}")
+
+    def check(self, *, flow: str, hardware: str) -> None:
+        """Raise ProfileError when the profile was taken on another flow or other hardware."""
+        for name, mine, theirs in (("flow", self.flow, flow), ("hardware", self.hardware, hardware)):
+            if mine != theirs:
+                raise ProfileError(
+                    f"the profile was taken on {name} {mine!r}, this is {name} {theirs!r}: profile again"
+                )
+
+    def summaries(self) -> tuple[Summary, ...]:
+        """One line per (stage, devices, portion), in that order."""
+        groups: defaultdict[tuple[str, int, int], list[ProfileSample]] = defaultdict(list)
+        for sample in self.samples:
+            groups[sample.stage, sample.devices, sample.portion].append(sample)
+        return tuple(_summary(*key, groups[key]) for key in sorted(groups))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the number of the format."""
+        samples = [asdict(sample) for sample in self.samples]
+        return {"format": FORMAT, "flow": self.flow, "hardware": self.hardware, "samples": samples}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Profile:
+        """The reverse of ``to_dict``; ProfileError names what is missing, unknown or of a wrong type."""
+        _same_names(data, {"format", "flow", "hardware", "samples"}, "the profile")
+        if data["format"] != FORMAT:
+            raise ProfileError(f"format is {FORMAT}, not {data['format']!r}")
+        if not isinstance(data["samples"], list):
+            raise ProfileError(f"samples is a list, not {type(data['samples']).__name__}")
+        names = {field.name for field in fields(ProfileSample)}
+        samples = []
+        for index, sample in enumerate(data["samples"]):
+            where = f"samples[{index}]"
+            if not isinstance(sample, Mapping):
+                raise ProfileError(f"{where} is a mapping, not {type(sample).__name__}")
+            _same_names(sample, names, where)
+            try:
+                samples.append(ProfileSample(**sample))
+            except ProfileError as error:
+                raise ProfileError(f"{where}: {error}") from error
+        return cls(data["flow"], data["hardware"], tuple(samples))
+
+    def save(self, path: Path) -> None:
+        """Write JSON aside and rename it when whole."""
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            aside.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file of ``save``. Raises ProfileError, naming the file, when it is not one."""
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ProfileError(f"{path}: there is no such file") from error
+        except ValueError as error:
+            raise ProfileError(f"{path}: not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ProfileError(f"{path}: a profile is a mapping, not {type(data).__name__}")
+        try:
+            return cls.from_dict(data)
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
+
+
+def _same_names(data: Mapping[str, Any], names: set[str], where: str) -> None:
+    missing, unknown = sorted(names - data.keys()), sorted(data.keys() - names)
+    if missing:
+        raise ProfileError(f"{where} lacks {', '.join(missing)}")
+    if unknown:
+        raise ProfileError(f"{where} has {', '.join(unknown)}, which this format does not know")
+
+
+def _summary(stage: str, devices: int, portion: int, samples: list[ProfileSample]) -> Summary:
+    per_item = np.array([sample.seconds / sample.items for sample in samples])
+    low, median, high = (float(value) for value in np.quantile(per_item, [0.25, 0.5, 0.75]))
+    return Summary(
+        stage=stage,
+        devices=devices,
+        portion=portion,
+        samples=len(samples),
+        seconds_per_item=median,
+        low=low,
+        high=high,
+        peak_bytes=max(sample.peak_bytes for sample in samples),
+        switch_seconds=float(np.median([sample.switch_seconds for sample in samples])),
+    )
