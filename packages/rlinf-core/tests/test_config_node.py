@@ -57,6 +57,7 @@ def test_reads_are_absolute_and_shared_by_the_tree() -> None:
     assert "map" in cfg.reads and "node.lr" not in cfg.reads
     node.to_dict()
     assert "node.lr" in cfg.reads
+    cfg.to_dict()  # the whole is copied to be written down: no use of a key
     assert cfg.unread() == ["a", "names"] and node.unread() == []
 
 

@@ -165,6 +165,18 @@ def test_a_real_full_device_is_named(run: RunDirectory) -> None:
     run.close()
 
 
+def test_closing_does_not_hide_the_first_cause(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = run._loggers[0].close
+
+    def full() -> None:
+        close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run._loggers[0], "close", full)
+    with pytest.raises(ZeroDivisionError), run:
+        _ = 1 // 0
+
+
 def test_native_code_that_meets_a_full_disk_is_explained(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(RunDirectoryError, match=r"cannot write .*step-00000001.*: No space left on device"),

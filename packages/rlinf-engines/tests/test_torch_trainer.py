@@ -271,3 +271,23 @@ def test_ranks_without_a_meeting_point_are_refused(make_model: Any, make_trainer
     trainer = TorchTrainer(make_trainer_cfg())
     with pytest.raises(ConfigError, match="init_method"):
         trainer.setup(make_model(), forward, ParallelInfo(world_size=2), seed=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offload_frees_the_gpu_and_onload_brings_everything_back(
+    make_model: Any, make_trainer_cfg: Any, forward: Any, make_batch: Any, loss: Any
+) -> None:
+    def run(swap: bool) -> dict[str, torch.Tensor]:
+        trainer = TorchTrainer(make_trainer_cfg())
+        trainer.setup(make_model("float32"), forward, ParallelInfo(device="cuda"), seed=0)
+        for k in range(3):
+            _, count, _ = trainer.accumulate(make_batch(seed=k), loss)
+            if swap:
+                trainer.offload()
+                assert all(p.device.type == p.grad.device.type == "cpu" for p in trainer.model.parameters())
+                trainer.onload()
+            trainer.step(count)
+        return weights(trainer)
+
+    assert far(run(swap=True), run(swap=False)) == 0.0

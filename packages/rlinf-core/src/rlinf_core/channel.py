@@ -316,4 +316,8 @@ async def _awaited(client: HubClient, pending: Pending) -> Any:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(event.set)
+    try:
+        loop.call_soon_threadsafe(event.set)
+    except RuntimeError:
+        if not loop.is_closed():  # a closed loop has nobody left who waits
+            raise

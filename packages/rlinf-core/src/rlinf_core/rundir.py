@@ -269,8 +269,12 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close()
+        except RLinfError:
+            if kind is None:  # otherwise what ended the block is the first cause, and closing only repeats it
+                raise
 
 
 def _probe(path: Path) -> None:

@@ -55,7 +55,7 @@ class RunListener:
 
     def record(self, name: str, metrics: Mapping[str, float]) -> None:
         self.summary[name] = dict(metrics)
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith("time/"))
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(("time/", "wait/", "device/")))
         self._progress.note(f"{name}: {shown}")
 
     def log(self, message: Log) -> None:

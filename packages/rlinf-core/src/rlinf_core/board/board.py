@@ -212,7 +212,7 @@ class Board:
         self._steps[channel.step].ledger.enter(item.ids, f"channel {channel.name}", item.group)
         for group, left in gone:
             self._discard(left, group)
-        if not record.to_fetch:
+        if not record.to_fetch and item.uid in self._records:  # nobody reads the channel
             self._free(record)
 
     def _close_writer(self, event: ev.CloseWriter) -> None:

@@ -125,7 +125,7 @@ def dispatch(argv: Sequence[str]) -> int:
 def report(error: BaseException) -> int:
     """Print ``error`` as the last thing on stderr, a remote or unexpected traceback above it; the exit code."""
     if isinstance(error, KeyboardInterrupt):
-        _print_error("interrupted")
+        _print_error(f"interrupted ({error})" if str(error) else "interrupted")
         return INTERRUPTED
     if isinstance(error, RLinfError):
         remote = getattr(error, "traceback_text", "")

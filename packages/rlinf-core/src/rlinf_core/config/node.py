@@ -108,11 +108,14 @@ class Config:
         return [(key, self[key]) for key in self._data]
 
     def to_dict(self) -> dict[str, Any]:
-        """A deep plain copy of the data below this node; counts as reading all of it."""
+        """A deep plain copy of the data below this node.
+
+        It counts as reading all of that, except at the root: the whole is copied to be shown or written down,
+        which is no use of a key.
+        """
         if self._path:
             self._reads.add(self._path)
-        for path, _ in leaves(self._data, self._path):
-            self._reads.add(path)
+            self._reads.update(path for path, _ in leaves(self._data, self._path))
         return _plain(self._data)
 
     @property

@@ -12,7 +12,6 @@ from typing import Any
 from rlinf_engines.model_check import check_model_path, check_tiny
 
 DTYPES = ("float32", "float64", "bfloat16")
-BETAS = [0.9, 0.999]
 SCHEDULES = ("constant", "linear", "cosine")
 # Head sizes that the attention of the vLLM build for CPUs is compiled for.
 VLLM_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -20,10 +19,7 @@ VLLM_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 def _key(default: Any, text: str, **limits: Any) -> Any:
     """A dataclass field with its help text and limits."""
-    metadata = {"help": text, **limits}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": text, **limits})
 
 
 @dataclass
@@ -57,7 +53,9 @@ class TorchTrainer:
 
     name: str = _key("torch", "trainer backend")
     lr: float = _key(1.0e-5, "learning rate after warm-up", min=0.0)
-    betas: list[float] = _key(BETAS, "AdamW's two averaging factors, each in [0, 1)")
+    betas: list[float] = field(
+        default_factory=lambda: [0.9, 0.999], metadata={"help": "AdamW's two averaging factors, each in [0, 1)"}
+    )
     eps: float = _key(1.0e-8, "AdamW's denominator floor", min=0.0)
     weight_decay: float = _key(0.0, "decoupled weight decay of matrices (not of norms and biases)", min=0.0)
     grad_clip: float = _key(1.0, "largest gradient norm; 0 switches clipping off", min=0.0)

@@ -220,7 +220,7 @@ class TorchTrainer:
                 "each: with cluster.debug=true give the trainer one rank"
             )
         cuda = self._device.type == "cuda"
-        if cuda:
+        if cuda and self._device.index is not None:
             torch.cuda.set_device(self._device)
         try:
             dist.init_process_group(

@@ -1,0 +1,6 @@
+"""Settings of this package's tests."""
+
+from hypothesis import settings
+
+settings.register_profile("algos", max_examples=25, deadline=None, print_blob=True)
+settings.load_profile("algos")

@@ -1,0 +1,94 @@
+"""Impossible configurations, refused before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlinf_core.config import Config
+from rlinf_reasoning.conf import SCHEMAS, Algorithm, Evaluation, Sampling, WarmStart
+from rlinf_reasoning.conf.checks import check_function, check_grpo, check_jsonl, check_pattern, check_template
+
+
+def recipe(**changes: Any) -> Config:
+    """The recipe's defaults, with ``group__key=value`` changes."""
+    data: dict[str, Any] = {
+        "seed": 0,
+        "prompts_per_step": 64,
+        "algorithm": vars(Algorithm()),
+        "sampling": vars(Sampling()),
+        "warm_start": vars(WarmStart()),
+        "eval": vars(Evaluation()),
+        "model": {"path": None, "tiny": {"max_positions": 64}},
+        "task": {"path": "", "template": "{prompt}"},
+    }
+    for name, value in changes.items():
+        group, _, key = name.partition("__")
+        if key:
+            data[group] = {**data[group], key: value}
+        else:
+            data[group] = value
+    return Config(data)
+
+
+def test_the_defaults_are_possible() -> None:
+    assert check_grpo(recipe()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm__group_size": 1}, ["algorithm.group_size: 1", "at least 2"]),
+        ({"algorithm__minibatches": 3}, ["prompts_per_step: 64", "algorithm.minibatches=3", "try 63"]),
+        ({"algorithm__minibatches": 100}, ["prompts_per_step: 64", "try 100"]),
+        ({"warm_start__problems": 300}, ["warm_start.problems: 300", "at least 328"]),
+        ({"warm_start__held_out": 0}, ["warm_start.held_out: 0"]),
+        ({"sampling__max_new_tokens": 64}, ["sampling.max_new_tokens: 64", "64 positions"]),
+    ],
+)
+def test_impossible_combinations_are_named(changes: dict[str, Any], said: list[str]) -> None:
+    (problem,) = check_grpo(recipe(**changes))
+    assert all(part in problem for part in said)
+
+
+def test_a_skipped_warm_start_needs_no_problems() -> None:
+    assert check_grpo(recipe(warm_start__problems=0, warm_start__max_steps=0)) == []
+
+
+def test_patterns_templates_and_functions() -> None:
+    assert check_pattern(None) == check_pattern(r"\d+") == []
+    assert "task.pattern" in check_pattern("(")[0]
+    assert check_template("{a}+{b}=") == []
+    assert "task.template" in check_template("{a")[0]
+    assert "all prompts would be equal" in check_template("What is it?")[0]
+    assert check_function("a.b:c") == []
+    assert "module:function" in check_function("a.b.c")[0]
+
+
+def test_jsonl_faults_are_found_from_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    lines = [f'{{"prompt": "{i}", "answer": "{i}"}}' for i in range(400)]
+    path.write_text("\n".join(lines))
+    cfg = recipe(task={"path": str(path), "template": "{prompt}"}, warm_start__max_steps=0)
+    assert check_jsonl(str(path), "{prompt}", cfg) == []
+    path.write_text("\n".join(lines[:300]))
+    (problem,) = check_jsonl(str(path), "{prompt}", cfg)
+    assert "300 distinct problems" in problem and "320 needed" in problem
+    path.write_text("\n".join([*lines[:6], "{", *lines]))
+    (problem,) = check_jsonl(str(path), "{prompt}", cfg)
+    assert "p.jsonl:7" in problem
+    path.write_text("\n".join(lines))
+    (problem,) = check_jsonl(str(path), "{prompt}", recipe(task={"path": str(path), "template": "{prmpt}"}))
+    assert "'prompt'" in problem
+
+
+def test_every_schema_has_its_file_and_help() -> None:
+    import rlinf_reasoning.conf as conf
+
+    folder = Path(conf.__file__).parent
+    assert {p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml")} == set(SCHEMAS)
+    for schema in SCHEMAS.values():
+        for field in schema.__dataclass_fields__.values():
+            assert field.metadata.get("help") or field.default_factory is not None, field.name

@@ -1,0 +1,259 @@
+"""The worker classes, with channels that are lists and backends of the test's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlinf_core import Prompt, Sample
+from rlinf_core.config import Config
+from rlinf_core.errors import ConfigError, NonFiniteError, RLinfError, RunDirectoryError
+from rlinf_core.types import Generated, ParallelInfo
+from rlinf_reasoning.workers import Actor, Generator, Reward
+from rlinf_reasoning.workers import generator as generator_module
+
+
+class Context:
+    """What a host gives a worker, and a record of what the worker does with it."""
+
+    def __init__(self, cfg: Config, run_dir: Path) -> None:
+        self.cfg = cfg
+        self.name, self.rank, self.world_size, self.seed = "stage", 0, 1, 5
+        self.parallel = ParallelInfo()
+        self.step, self.step_index = "train/0", 0
+        self.run_dir = run_dir
+        self.accounted: list[tuple[str, tuple[str, ...], str]] = []
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def account(self, kind: str, ids: tuple[str, ...], detail: str) -> None:
+        self.accounted.append((kind, ids, detail))
+
+
+class Items(list[Any]):
+    """Both ends of a channel."""
+
+    def __init__(self, *portions: Sequence[Any]) -> None:
+        super().__init__()
+        self.portions = portions
+        self.keys: list[Any] = []
+        self.weights: list[float] = []
+
+    def batches(self, n: int | None = None) -> Iterator[list[Any]]:
+        yield from map(list, self.portions)
+
+    def put(self, item: Any, key: Any = None, weight: float = 1.0) -> None:
+        self.append(item)
+        self.keys.append(key)
+        self.weights.append(weight)
+
+
+def worker(cls: type, cfg: dict[str, Any], run_dir: Path) -> Any:
+    made = cls()
+    made._ctx = Context(Config(cfg), run_dir)
+    return made
+
+
+class Engine:
+    """Answers every prompt with its own tokens, then the end token."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.tokenizer = SimpleNamespace(
+            encode=lambda text: [ord(c) for c in text],
+            decode=lambda ids, skip_special_tokens: "".join(chr(i) for i in ids if i != 1),
+        )
+        self.installed: list[Any] = []
+
+    def setup(self, model: Any, parallel: ParallelInfo, *, seed: int) -> None:
+        self.seed = seed
+
+    def generate(self, requests: Any, sampling: Any) -> Iterator[Generated]:
+        self.keys = [r.key for r in requests]
+        self.greedy = [r.greedy for r in requests]
+        for request in reversed(requests):
+            ids = [*request.prompt_ids, 1]
+            yield Generated(request.id, ids, [-0.5] * len(ids), [3] * len(ids), "stop")
+
+    def load_weights(self, version: int, weights: Any) -> None:
+        self.installed.append((version, list(weights)))
+
+
+@pytest.fixture
+def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: Engine})
+    monkeypatch.setattr(generator_module, "Registry", loaded)
+    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0}
+    made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling}, tmp_path)
+    made.setup()
+    return made
+
+
+def test_generator_makes_a_sample_of_every_response(generator: Any) -> None:
+    prompt = Prompt("train/2/p0", "ab", "x", group_size=2, step=2, fields={"level": 1})
+        Prompt("train/2/p0", "ab", "x", group_size=2, step=2, fields={"level": 1}),
+        Prompt("e", "c", greedy=True),
+    ]
+    out = Items()
+    generator.generate(Items([prompt, Prompt("e", "c", greedy=True)], []), out)
+    by_id = {s.id: s for s in out}
+    assert set(by_id) == {"train/2/p0/0", "train/2/p0/1", "e/0"}
+    sample = by_id["train/2/p0/1"]
+    assert (sample.group, sample.index, sample.group_size, sample.answer) == ("train/2/p0", 1, 2, "x")
+    assert (sample.prompt_ids, sample.response_ids, sample.response_text) == ([97, 98], [97, 98, 1], "ab")
+    assert (sample.logprobs, sample.versions, sample.fields) == ([-0.5] * 3, [3] * 3, {"level": 1})
+    assert generator.engine.keys == [(2, "train/2/p0", 0), (2, "train/2/p0", 1), (0, "e", 0)]
+    assert generator.engine.greedy == [False, False, True]
+    assert out.keys == [s.group for s in out] and out.weights == [s.num_tokens for s in out]
+    assert generator.sampling.temperature == 0.5 and generator.sampling.seed == 5
+    generator.install_weights(4, [("w", 1)])
+    assert generator.engine.installed == [(4, [("w", 1)])]
+
+
+def test_an_empty_prompt_is_named(generator: Any) -> None:
+    with pytest.raises(ConfigError, match=r"prompt p7 is empty"):
+        generator.generate(Items([Prompt("p7", "")]), Items())
+
+
+def sample(index: int, text: str = "", answer: str = "", reward: float | None = None) -> Sample:
+    return Sample(
+        id=f"p/{index}",
+        group="p",
+        index=index,
+        group_size=4,
+        prompt_text="?",
+        prompt_ids=[2, 3],
+        response_ids=[4, 1],
+        response_text=text,
+        logprobs=[-1.0, -1.0],
+        versions=[0, 0],
+        finish_reason="stop",
+        answer=answer,
+        reward=reward,
+    )
+
+
+REWARDS = "def hang(text, answer, fields):\n    while text == 'hang': pass\n    return 2.0 if text == answer else 0.0\n"
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    (tmp_path / "rewards_that_hang.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return {
+        "name": "function",
+        "function": "rewards_that_hang:hang",
+        "timeout_s": 0.3,
+        "processes": 1,
+        "memory_mb": 0,
+        "on_error": "fail",
+    }
+
+
+def reward_worker(cfg: dict[str, Any], tmp_path: Path) -> Any:
+    made = worker(Reward, {"reward": cfg}, tmp_path)
+    made.setup()
+    return made
+
+
+@pytest.mark.parametrize("policy", ["fail", "drop", "zero"])
+def test_a_reward_that_hangs_follows_the_policy(hanging: dict[str, Any], tmp_path: Path, policy: str) -> None:
+    made = reward_worker({**hanging, "on_error": policy}, tmp_path)
+    samples = [sample(0, "a", "a"), sample(1, "hang", "a"), sample(2, "b", "a")]
+    out = Items()
+    try:
+        if policy == "fail":
+            with pytest.raises(RLinfError, match=r"sample p/1 took longer than 0\.3 s.*'hang'.*on_error"):
+                made.score(Items(samples), out)
+            return
+        metrics = made.score(Items(samples[:2], samples[2:]), out)
+    finally:
+        made.teardown()
+    assert metrics == {"reward/errors": 1.0}
+    assert "longer than" in samples[1].info["reward_error"]
+    if policy == "zero":
+        assert [(s.id, s.reward) for s in out] == [("p/0", 2.0), ("p/1", 0.0), ("p/2", 0.0)]
+        assert made._ctx.accounted == []
+    else:
+        assert [(s.id, s.reward) for s in out] == [("p/0", 2.0), ("p/2", 0.0)]
+        ((kind, ids, reason),) = made._ctx.accounted
+        assert (kind, ids) == ("drop", ("p/1",)) and "longer than" in reason
+
+
+def test_exact_reward_is_scored_in_place_and_evaluation_uses_samples_up(tmp_path: Path) -> None:
+    cfg = {"name": "exact", "timeout_s": 1.0, "processes": 1, "memory_mb": 0, "on_error": "fail"}
+    made = reward_worker(cfg, tmp_path)
+    assert made.scorer.pool is None
+    metrics = made.evaluate(Items([sample(0, "1 ", "1"), sample(1, "2", "1")], [sample(2, "1", "1")]))
+    assert metrics == {
+        "eval/accuracy": pytest.approx(2 / 3),
+        "eval/problems": 3.0,
+        "eval/response_length": 2.0,
+        "eval/truncated": 0.0,
+    }
+    assert [ids for _, ids, _ in made._ctx.accounted] == [("p/0", "p/1"), ("p/2",)]
+    made.teardown()
+
+
+class Update:
+    """Stands for the GRPO update."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def __call__(self, samples: list[Sample]) -> dict[str, float]:
+        if self.fails:
+            raise NonFiniteError("loss sum is nan")
+        for item in samples:
+            item.info["advantage"] = 0.5
+        return {"loss": 1.0}
+
+
+def actor(tmp_path: Path, *, fails: bool = False) -> Any:
+    made = worker(Actor, {"algorithm": {"kl_coef": 0.0}, "checkpoint": {"keep_last": 2}}, tmp_path)
+    made._update = Update(fails)
+    return made
+
+
+def test_actor_accounts_for_and_writes_every_sample(tmp_path: Path) -> None:
+    made = actor(tmp_path)
+    assert made.train(Items([sample(1, "π", "3", 0.0), sample(0, "3", "3", 1.0)])) == {"loss": 1.0}
+    made.train(Items([sample(2, reward=1.0)]))
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["p/0", "p/1", "p/2"]
+    assert lines[1]["response"] == "π" and lines[1]["reward"] == 0.0 and lines[1]["advantage"] == 0.5
+    assert lines[0]["step"] == "train/0"
+    assert [(kind, ids) for kind, ids, _ in made._ctx.accounted] == [("trained", ("p/1", "p/0")), ("trained", ("p/2",))]
+
+
+def test_a_batch_that_breaks_the_numbers_is_kept(tmp_path: Path) -> None:
+    made = actor(tmp_path, fails=True)
+    with pytest.raises(NonFiniteError, match=r"loss sum is nan; its samples are in .*train-0-rank0\.jsonl"):
+        made.train(Items([sample(0, reward=1.0), sample(1, reward=0.0)]))
+    kept = [json.loads(line) for line in (tmp_path / "failed" / "train-0-rank0.jsonl").read_text().splitlines()]
+    assert [(k["id"], k["response_ids"], k["logprobs"]) for k in kept] == [
+        ("p/0", [4, 1], [-1.0, -1.0]),
+        ("p/1", [4, 1], [-1.0, -1.0]),
+    ]
+    assert made._ctx.accounted == []
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RunDirectoryError, match=r"samples\.jsonl"):
+        actor(file).train(Items([sample(0, reward=1.0)]))
+
+
+def test_checkpoints_are_pruned(tmp_path: Path) -> None:
+    made = actor(tmp_path)
+    made.trainer = SimpleNamespace(save=lambda path: path.mkdir())
+    for step in (1, 5, 10):
+        made.save_checkpoint(step)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000005", "step-00000010"]
