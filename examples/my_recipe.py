@@ -1,7 +1,7 @@
 """A recipe of your own: a bandit that is learnt by policy gradient, in three stages and plain Python.
 
     rlinf run examples/my_recipe.py
-    rlinf run examples/my_recipe.py plan=spatial cluster.virtual_devices=1 lr=0.2 'arms=[0.1,0.9]'
+    rlinf run examples/my_recipe.py plan=spatial cluster.virtual_devices=1 lr=0.1 'arms=[0.1,0.9]'
 
 Copy it and change it. The stages are ordinary classes, the program at the end is ordinary code; where and when each
 stage runs is the plan's business. Heavy imports belong into methods, so that reading the file stays cheap.
@@ -36,7 +36,7 @@ class Settings:
 
     num_steps: int = 20
     pulls_per_step: int = 200
-    lr: float = 0.5
+    lr: float = 0.2
     arms: list[float] = field(default_factory=lambda: [0.2, 0.8, 0.4])  # chance of a reward
 
 

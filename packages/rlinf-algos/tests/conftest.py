@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("algos", max_examples=25, deadline=None, print_blob=True)
+settings.register_profile("algos", max_examples=15, deadline=None, print_blob=True)
 settings.load_profile("algos")

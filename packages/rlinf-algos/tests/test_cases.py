@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from rlinf_algos import (
     AlgorithmError,
     aggregate,
@@ -42,9 +43,7 @@ class TestGAE:
         near(advantages, [0.95, 1, 0])  # seen: 5.7, 6
 
     def test_a_gap_is_stepped_over(self):
-        advantages, _ = gae(
-            row(0, 0, 0, 1), row(0.1, 0.2, 9, 0.3), torch.tensor([[1, 1, 0, 1]]), gamma=1.0, lam=0.5
-        )
+        advantages, _ = gae(row(0, 0, 0, 1), row(0.1, 0.2, 9, 0.3), torch.tensor([[1, 1, 0, 1]]), gamma=1.0, lam=0.5)
         near(advantages, [0.325, 0.45, 0, 0.7])  # seen: 2.41, 4.63
 
     def test_nan_in_the_gap_is_not_read(self):
@@ -100,9 +99,7 @@ class TestGroupAdvantage:
 
     def test_a_fully_masked_sample_is_no_peer(self):
         valid = torch.tensor([True, False, True, True])
-        advantages = group_advantage(
-            torch.tensor([1.0, 1, 0, 0]), ["a"] * 4, normalise_std=False, valid=valid
-        )
+        advantages = group_advantage(torch.tensor([1.0, 1, 0, 0]), ["a"] * 4, normalise_std=False, valid=valid)
         near(advantages, [2 / 3, 0, -1 / 3, -1 / 3])
 
     def test_a_reward_that_could_not_be_computed_is_left_out(self):
@@ -228,9 +225,7 @@ class TestKLGradient:
         one = torch.ones(1, 1, dtype=torch.bool)
         for x in range(3):
             part = slice(x, x + 1)
-            loss = kl_loss(
-                logp[part], self.reference[:, None][part], one, behaviour_logprobs=behaviour[part]
-            )
+            loss = kl_loss(logp[part], self.reference[:, None][part], one, behaviour_logprobs=behaviour[part])
             (grad,) = torch.autograd.grad(loss.sum, theta, retain_graph=True)
             total += behaviour[x, 0].exp() * grad
         torch.testing.assert_close(total, self.exact("reverse"))

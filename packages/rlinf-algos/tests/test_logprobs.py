@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rlinf_algos import (
     AlgorithmError,
     entropy_from_logits,
@@ -44,9 +45,7 @@ def test_values_and_gradients_are_the_plain_formulas(problem, reuse):
     a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     expected = plain(a, ids, temperature)
     (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
-    got = token_logprobs_and_entropy(
-        b * 1, ids, temperature=temperature, chunk=chunk, inplace_backward=reuse
-    )
+    got = token_logprobs_and_entropy(b * 1, ids, temperature=temperature, chunk=chunk, inplace_backward=reuse)
     torch.testing.assert_close(got, expected)
     (weights[0] * got[0] + weights[1] * got[1]).sum().backward()
     torch.testing.assert_close(b.grad, a.grad)
@@ -118,7 +117,7 @@ def test_gradcheck(masked):
 
 @given(problems())
 def test_full_kl_is_the_sum(problem):
-    logits, ids, mask, _, temperature, chunk = problem
+    logits, _, mask, _, temperature, chunk = problem
     reference = logits.flip(-1) * 0.7
     log_p, log_q = (logits / temperature).log_softmax(-1), (reference / temperature).log_softmax(-1)
     expected = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -180,7 +179,7 @@ def test_a_second_backward_after_reuse_is_refused():
     logits = torch.randn(2, 3, requires_grad=True)
     logp = token_logprobs(logits * 1, torch.tensor([0, 1]), inplace_backward=True)
     logp.sum().backward(retain_graph=True)
-    with pytest.raises(AlgorithmError, match="second backward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logp.sum().backward()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rlinf_algos import (
     AlgorithmError,
     chunk_rewards,
@@ -105,7 +106,9 @@ def test_masked_garbage_is_not_read(rollout):
 def test_padding_on_either_side_changes_nothing(rollout, left, right):
     rewards, values, mask, _ = rollout
     pad = torch.nn.functional.pad
-    padded = gae(pad(rewards, (left, right), value=7.0), pad(values, (left, right), value=7.0), pad(mask, (left, right)))
+    padded = gae(
+        pad(rewards, (left, right), value=7.0), pad(values, (left, right), value=7.0), pad(mask, (left, right))
+    )
     end = left + mask.shape[1]
     torch.testing.assert_close(padded[0][:, left:end], gae(rewards, values, mask)[0])
 

@@ -1,7 +1,6 @@
 """One rank of the data-parallel tests, run as a script: ``data_parallel_rank.py RANK WORLD FOLDER TASK``.
 
-``train`` writes what the rank saw to FOLDER/result<WORLD>_<RANK>.pt; ``alone`` waits for a peer that never
-comes; ``leave`` lets rank 1 exit before the first step.
+``train`` writes what the rank saw to FOLDER/result<WORLD>_<RANK>.pt; ``leave`` lets rank 1 exit before the first step.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def train(trainer: TorchTrainer, place: ParallelInfo, folder: Path) -> None:
 
 def main(rank: int, world: int, folder: Path, task: str) -> None:
     meet = f"file://{folder}/meet" if world > 1 else ""
-    place = ParallelInfo(rank=rank, world_size=world, init_method=meet, timeout_s=3.0 if task == "alone" else 60.0)
+    place = ParallelInfo(rank=rank, world_size=world, init_method=meet, timeout_s=60.0)
     trainer = TorchTrainer(TRAINER)
     trainer.setup(MODEL, forward, place, seed=0)
     if task == "leave":

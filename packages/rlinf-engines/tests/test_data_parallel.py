@@ -7,11 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+from rlinf_core.errors import RLinfError  # noqa: E402
+from rlinf_core.types import ParallelInfo  # noqa: E402
+from rlinf_engines.trainers.torch_trainer import TorchTrainer  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("data_parallel_rank.py")
 DEADLINE_S = 120.0
@@ -60,15 +65,19 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     assert (tmp_path / "export2" / "config.json").is_file()
 
 
-def test_a_peer_that_does_not_come_or_leaves_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    alone = start(0, 2, tmp_path / "a", "alone")
-    left, leaver = start(0, 2, tmp_path / "b", "leave"), start(1, 2, tmp_path / "b", "leave")
-    code, err = finish(alone)
-    assert code != 0
-    assert "trainer rank 0 of 2: joining the other ranks through file://" in err.splitlines()[-1]
+def test_a_peer_that_leaves_is_an_error(tmp_path: Path) -> None:
+    left, leaver = start(0, 2, tmp_path, "leave"), start(1, 2, tmp_path, "leave")
     assert finish(leaver)[0] == 7
     code, err = finish(left)
     assert code != 0
     assert "RLinfError: trainer rank 0 of 2: adding gradients at optimizer step 0 failed" in err
+
+
+def test_a_peer_that_does_not_come_is_an_error(
+    make_model: Any, make_trainer_cfg: Any, forward: Any, tmp_path: Path
+) -> None:
+    trainer = TorchTrainer(make_trainer_cfg())
+    place = ParallelInfo(world_size=2, init_method=f"file://{tmp_path}/meet", timeout_s=1.0)
+    with pytest.raises(RLinfError, match="trainer rank 0 of 2: joining the other ranks through file:.* within 1 s"):
+        trainer.setup(make_model(), forward, place, seed=0)
+    assert not torch.distributed.is_initialized()

@@ -19,7 +19,7 @@ from rlinf_engines.rollouts.vllm_rollout import VllmRollout, check_allocator
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 SCRIPT = Path(__file__).with_name("vllm_session.py")
-DEADLINE_S = 170.0
+DEADLINE_S = 250.0
 
 
 @pytest.fixture(scope="module")

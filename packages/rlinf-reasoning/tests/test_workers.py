@@ -97,9 +97,6 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_generator_makes_a_sample_of_every_response(generator: Any) -> None:
     prompt = Prompt("train/2/p0", "ab", "x", group_size=2, step=2, fields={"level": 1})
-        Prompt("train/2/p0", "ab", "x", group_size=2, step=2, fields={"level": 1}),
-        Prompt("e", "c", greedy=True),
-    ]
     out = Items()
     generator.generate(Items([prompt, Prompt("e", "c", greedy=True)], []), out)
     by_id = {s.id: s for s in out}

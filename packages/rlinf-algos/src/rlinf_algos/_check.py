@@ -51,6 +51,8 @@ def same_shape(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise AlgorithmError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if first is None:
             first = (name, tensor)
         elif tensor.shape != first[1].shape:

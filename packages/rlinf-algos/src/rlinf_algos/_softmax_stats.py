@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from rlinf_algos._check import wide
 from rlinf_algos._dist import Group, max_over_ranks, sum_over_ranks
-from rlinf_algos.errors import AlgorithmError
 
 # exp(-1e4) is 0 in every dtype: logits of -inf can be moved here, so that 0 * -inf never appears.
 FLOOR = -1e4
@@ -145,7 +144,6 @@ class LogitsStats(torch.autograd.Function):
         logp, lse, entropy = stats.finish(group)
         ctx.save_for_backward(logits, ids, rows, lse, entropy)
         ctx.options = (inverse_temperature, chunk, want_entropy, reuse, offset)
-        ctx.used = False
         if not want_entropy:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -155,9 +153,6 @@ class LogitsStats(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids, rows, lse, entropy = ctx.saved_tensors
         inverse_temperature, chunk, want_entropy, reuse, offset = ctx.options
-        if ctx.used:
-            raise AlgorithmError("a second backward after inplace_backward=True: the logits are gone")
-        ctx.used = reuse
         width = logits.shape[1]
         if reuse:
             grad = logits

@@ -42,7 +42,7 @@ def token_logprobs(
             nor their ids (-100) are read.
         chunk: rows reduced together; chosen so that a block fits the cache when ``None``.
         inplace_backward: write the gradient over the logits (saves their size once more). For when nothing else reads
-            the logits; a second backward is refused.
+            the logits; torch refuses a second backward.
         group: process group whose ranks each hold a vocabulary shard (collective). The loss must be the same on every
             rank.
         vocab_start: first global id of this rank's shard.

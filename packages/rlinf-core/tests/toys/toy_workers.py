@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlinf_core import In, Out, Prompt, Worker, join, task
@@ -162,3 +164,36 @@ def prompts_of(step: int, count: int, group_size: int) -> list[Prompt]:
 def expected(steps: int, prompts: int, group_size: int) -> list[int]:
     """Sum that the adder must find in each step; the weight of step t is t (t >= 1)."""
     return [sum(2 * (p + i + step) for p in range(prompts) for i in range(group_size)) for step in range(steps)]
+
+
+class Idler(Worker):
+    """For the death of a rank that has nothing to do."""
+
+    device = False
+
+    @task
+    def write_pid(self) -> None:
+        (Path(self.cfg["place"]) / "victim.pid").write_text(str(os.getpid()))
+
+    @task
+    def kill_victim(self) -> None:
+        os.kill(int((Path(self.cfg["place"]) / "victim.pid").read_text()), signal.SIGKILL)
+
+    @task
+    def linger(self) -> None:
+        threading.Event().wait(30)
+
+
+class Machine(Worker):
+    """Says what its process was given."""
+
+    @task
+    def describe(self) -> dict[str, float]:
+        import torch
+
+        return {
+            "cores": len(os.sched_getaffinity(0)),
+            "omp": int(os.environ["OMP_NUM_THREADS"]),
+            "threads": torch.get_num_threads(),
+            "main_thread": float(threading.current_thread() is threading.main_thread()),
+        }

@@ -234,6 +234,7 @@ class TorchTrainer:
                 for parameter in self.model.parameters():
                     dist.broadcast(parameter, src=0)
         except (RuntimeError, ValueError) as error:
+            self.close()
             raise RLinfError(
                 f"trainer rank {place.rank} of {place.world_size}: joining the other ranks through "
                 f"{place.init_method} failed within {place.timeout_s:g} s: {error}"

@@ -80,7 +80,7 @@ class Algorithm:
     aggregation: str = _key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     kl_coef: float = _key(0.0, "weight of the KL to the policy after the warm start; 0: no reference", min=0.0)
     kl_kind: str = _key("k3", "estimator of that KL", choices=("k2", "k3"))
-    minibatches: int = _key(1, "optimizer steps per batch", min=1)
+    minibatches: int = _key(2, "optimizer steps per batch", min=1)
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Evaluation:
 class GrpoArithmetic:
     """The recipe ``reasoning/grpo_arithmetic``."""
 
-    num_steps: int = _key(250, "training steps", min=1)
+    num_steps: int = _key(200, "training steps", min=1)
     prompts_per_step: int = _key(64, "prompts per training step", min=1)
     algorithm: Algorithm = field(default_factory=Algorithm)
     sampling: Sampling = field(default_factory=Sampling)

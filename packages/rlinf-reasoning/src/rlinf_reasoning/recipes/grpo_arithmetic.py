@@ -9,7 +9,7 @@ After DeepSeekMath (arXiv 2402.03300), with these departures:
 - No KL penalty by default (``algorithm.kl_coef=0``); with one, the reference is the policy after the warm start.
 - The loss is averaged over the tokens of the batch, as in DAPO (``algorithm.aggregation=token_mean``); the paper
   averages over each response first (``sequence_mean_of_token_means``).
-- One optimizer step per batch (``algorithm.minibatches``), and the importance ratio is taken against the rollout
+- Two optimizer steps per batch (``algorithm.minibatches``), and the importance ratio is taken against the rollout
   engine's own log-probs, so that it also covers the engine's numerical differences.
 """
 

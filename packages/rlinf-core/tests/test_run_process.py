@@ -1,0 +1,228 @@
+"""``rlinf run`` as a process: exit codes, last words, signals in every phase, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from rlinf_core.cluster import SLOT
+
+pytestmark = pytest.mark.ray
+
+RECIPE = '''
+from __future__ import annotations
+import os, signal, sys, threading
+from dataclasses import dataclass
+from pathlib import Path
+from rlinf_core import In, Out, Prompt, Worker, recipe, task
+
+@dataclass
+class Keys:
+    num_steps: int = 2
+    fault: str = ""
+    place: str = ""
+
+def pause(cfg, where):
+    """Say that we are there, then wait to be interrupted."""
+    if cfg.fault == where:
+        print("AT", where, flush=True)
+        Path(cfg.place, "here").write_text(where)
+        threading.Event().wait(120)
+
+class Maker(Worker):
+    def setup(self):
+        pause(self.cfg, "setup")
+    @task
+    def make(self, prompts: In[Prompt], out: Out[int]):
+        for portion in prompts.batches():
+            with self.on_device():
+                pause(self.cfg, "task")
+                if self.cfg.fault == "raise":
+                    raise ValueError("the reason")
+                if self.cfg.fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                for p in portion:
+                    out.put(int(p.text))
+                    self.trained(p)
+
+class Summer(Worker):
+    device = False
+    @task
+    def total(self, numbers: In[int]):
+        return {"sum": sum(numbers)}
+
+@recipe(schema=Keys)
+def program(flow, cfg):
+    maker = flow.group("maker", Maker, cfg)
+    summer = flow.group("summer", Summer, cfg)
+    for step in flow.steps(cfg.num_steps):
+        prompts, numbers = step.channels("prompts", "numbers")
+        step.feed(prompts, [Prompt(f"p{i}", str(i)) for i in range(10)])
+        maker.make(prompts, numbers)
+        step.report(summer.total(numbers))
+        flow.record("total", step.join())
+    if flow.groups and type(flow).__name__ == "LiveFlow":
+        pause(cfg, "program")
+'''
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    context = ray.init(
+        address="local",
+        num_cpus=4,
+        resources={SLOT + str(i): 1.0 for i in range(2)},
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+    )
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "toy_recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def start(recipe: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
+    folder = recipe.parent
+    command = [sys.executable, "-m", "rlinf_core.cli.main", "run", str(recipe), f"run_dir={folder / 'runs'}"]
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    return subprocess.Popen(
+        [*command, f"place={folder}", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 60) -> None:
+    tick = threading.Event()
+    for _ in range(int(timeout / 0.1)):
+        if path.exists():
+            return
+        assert process.poll() is None, process.communicate()
+        tick.wait(0.1)
+    raise AssertionError(f"{path} did not appear")
+
+
+def our_workers(folder: Path) -> list[psutil.Process]:
+    """Worker processes of runs in ``folder`` (their log files are open)."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if " ".join(process.info["cmdline"] or []).startswith("ray::"):
+            try:
+                if any(str(folder) in f.path for f in process.open_files()):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+    return found
+
+
+def test_a_good_run_exits_with_0_and_leaves_its_directory(recipe: Path, address: str) -> None:
+    code, _, err = finish(start(recipe, address))
+    assert code == 0, err
+    (folder,) = (recipe.parent / "runs").rglob("metrics.jsonl")
+    names = {p.name for p in folder.parent.iterdir()}
+    assert {"config.yaml", "plan.yaml", "metrics.jsonl", "summary.json", "trace.json", "run.png"} <= names
+    assert '"sum": 45' in folder.read_text()
+    assert not psutil.wait_procs(our_workers(recipe.parent), timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "last"),
+    [
+        ("raise", r"rlinf: error: .*maker\[\d\] failed in make of train/0: ValueError: the reason"),
+        ("kill", r"rlinf: error: .*maker\[\d\] died while working in make of train/0"),
+    ],
+)
+def test_the_cause_is_the_last_thing_printed(recipe: Path, address: str, fault: str, last: str) -> None:
+    code, _, err = finish(start(recipe, address, f"fault={fault}"))
+    assert code == 1
+    assert re.search(last, err), err
+    tail = err[err.rindex("rlinf: error:") :]
+    assert "raylet" not in tail
+    assert not psutil.wait_procs(our_workers(recipe.parent), timeout=10)[1]
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("setup", signal.SIGINT), ("task", signal.SIGINT), ("program", signal.SIGINT), ("task", signal.SIGTERM)],
+)
+def test_a_signal_in_any_phase_ends_the_run_cleanly(recipe: Path, address: str, where: str, number: int) -> None:
+    process = start(recipe, address, f"fault={where}")
+    wait_for(recipe.parent / "here", process)
+    process.send_signal(number)
+    code, _, err = finish(process, timeout=40)
+    assert code == 130, err
+    assert "Traceback" not in err and "interrupted" in err.splitlines()[-1]
+    assert not psutil.wait_procs(our_workers(recipe.parent), timeout=10)[1]
+
+
+def test_workers_die_with_their_driver(recipe: Path, address: str) -> None:
+    process = start(recipe, address, "fault=task")
+    wait_for(recipe.parent / "here", process)
+    workers = our_workers(recipe.parent)
+    assert len(workers) >= 2
+    process.kill()
+    process.communicate()
+    assert not psutil.wait_procs(workers, timeout=15)[1]
+
+
+def test_two_runs_at_once_do_not_share_a_device(recipe: Path, address: str) -> None:
+    first = start(recipe, address, "fault=task")
+    wait_for(recipe.parent / "here", first)
+    code, _, err = finish(start(recipe, address))
+    assert code == 2
+    assert re.search(r"rlinf: error: cannot reserve 2 device\(s\).*held by run '.*toy_recipe/.*'", err), err
+    first.send_signal(signal.SIGINT)
+    finish(first)
+    code, _, err = finish(start(recipe, address))
+    assert code == 0, err
+
+
+def test_interrupting_while_ray_starts(recipe: Path) -> None:
+    """No cluster to join: the run starts its own Ray and is interrupted during it."""
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "rlinf_core.cli.main", "run", str(recipe), f"run_dir={recipe.parent / 'runs'}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "starting Ray" in line:
+            break
+    children: list[psutil.Process] = []
+    tick = threading.Event()
+    for _ in range(100):  # until Ray's own processes are being started
+        children = psutil.Process(process.pid).children(recursive=True)
+        if children:
+            break
+        tick.wait(0.1)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process, timeout=60)
+    assert code == 130, "".join(lines) + err
+    assert not psutil.wait_procs(children, timeout=20)[1]
