@@ -117,4 +117,5 @@ def bandit(flow: Flow, cfg: Any) -> None:
         step.report(learner.learn(paid))
         learner.publish_weights(to=player)
         metrics = step.join()
-    flow.record("bandit", metrics)
+        if step.last:
+            flow.record("bandit", metrics)

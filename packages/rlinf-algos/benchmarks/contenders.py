@@ -9,8 +9,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import rlinf_algos as ours
 import torch
+
+import rlinf_algos as ours
 
 Run = Callable[[], Any]
 GAMMA, LAM = 0.99, 0.95
@@ -164,9 +165,7 @@ def aggregation(rows: int, length: int) -> dict[str, Run]:
     return {
         "ppo_clip_loss, all of it": lambda: ours.ppo_clip_loss(x, old, a, mask),
         "aggregate: token_mean": lambda: ours.aggregate(losses, mask),
-        "aggregate: sequence_mean_of_token_means": lambda: ours.aggregate(
-            losses, mask, "sequence_mean_of_token_means"
-        ),
+        "aggregate: sequence_mean_of_token_means": lambda: ours.aggregate(losses, mask, "sequence_mean_of_token_means"),
     }
 
 
@@ -179,9 +178,7 @@ def dense_karmarkar_karp(weights: list[int], parts: int) -> list[list[int]]:
     while len(heap) > 1:
         _, i, a = heapq.heappop(heap)
         _, _, b = heapq.heappop(heap)
-        merged = sorted(
-            ((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)), key=lambda s: s[0]
-        )
+        merged = sorted(((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)), key=lambda s: s[0])
         heapq.heappush(heap, (merged[0][0] - merged[-1][0], i, merged))
     return [items for _, items in heap[0][2]]
 

@@ -49,6 +49,13 @@ class Maker(Worker):
                 pause(self.cfg, "task")
                 if self.cfg.fault == "raise":
                     raise ValueError("the reason")
+                if self.cfg.fault == "fill":
+                    with open(self.run_dir / "filler", "wb", buffering=0) as file:
+                        try:
+                            while True:
+                                file.write(b"x" * 4096)
+                        except OSError:
+                            pass
                 if self.cfg.fault == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 for p in portion:
@@ -226,3 +233,42 @@ def test_interrupting_while_ray_starts(recipe: Path) -> None:
     code, _, err = finish(process, timeout=60)
     assert code == 130, "".join(lines) + err
     assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+def test_a_run_directory_below_a_file_is_refused_before_ray_starts(recipe: Path) -> None:
+    (recipe.parent / "runs").write_text("a file")
+    code, _, err = finish(start(recipe, "127.0.0.1:1"))
+    assert code == 1
+    assert re.search(r"rlinf: error: cannot create the run directory below .*runs.*: Not a directory", err), err
+    assert "Ray" not in err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_fills_up_during_the_run_is_named(recipe: Path, address: str, small_disk: Path) -> None:
+    code, _, err = finish(start(recipe, address, "fault=fill", f"run_dir={small_disk}"))
+    assert code == 1
+    last = err[err.rindex("rlinf: error:") :]
+    assert "No space left on device" in last and str(small_disk) in last
+    assert not psutil.wait_procs(our_workers(small_disk), timeout=10)[1]
+
+
+def test_more_devices_than_there_are(recipe: Path, address: str) -> None:
+    code, _, err = finish(start(recipe, address, "placement.maker=0-7"))
+    assert code == 2
+    assert "placement.maker" in err.splitlines()[-1] and "7" in err.splitlines()[-1]
+
+
+def test_a_cluster_that_is_not_there_is_named(recipe: Path) -> None:
+    code, _, err = finish(start(recipe, "127.0.0.1:1", "cluster.address=127.0.0.1:1"), timeout=120)
+    assert code == 1
+    assert "cannot reach the Ray cluster at '127.0.0.1:1'" in err[err.rindex("rlinf: error:") :]

@@ -32,16 +32,18 @@ class Stats:
         self.weighted = torch.zeros(rows, dtype=dtype, device=device)  # sum of exp(x - peak) (x - peak)
         self.chosen = torch.zeros(rows, dtype=dtype, device=device)
 
-    def take(self, rows: slice, x: Tensor, ids: Tensor, offset: int, *, first: bool, entropy: bool) -> None:
-        """Add logits ``x`` [n, v] (overwritten) of the vocabulary from ``offset`` on."""
+    def take(
+        self, rows: slice, x: Tensor, out: Tensor, ids: Tensor, offset: int, *, first: bool, entropy: bool
+    ) -> None:
+        """Add logits ``x`` [n, v] of the vocabulary from ``offset`` on; ``out`` [n, v] is overwritten and may be ``x``."""
         peak = x.amax(-1)
         held, local = _local(ids, offset, x.shape[1])
         self.chosen[rows] += torch.where(held, x.gather(1, local[:, None]).squeeze(1), 0.0)
         # A row of -inf alone (a shard may hold one) has no peak to subtract.
-        x.sub_(torch.where(peak == -torch.inf, 0.0, peak)[:, None])
-        exps = x.exp() if entropy else x.exp_()
+        torch.sub(x, torch.where(peak == -torch.inf, 0.0, peak)[:, None], out=out)
+        exps = out.exp() if entropy else out.exp_()
         total = exps.sum(-1)
-        weighted = _weighted(exps, x) if entropy else None
+        weighted = _weighted(exps, out) if entropy else None
         if first:
             self.peak[rows], self.total[rows] = peak, total
             if weighted is not None:
@@ -136,11 +138,13 @@ class LogitsStats(torch.autograd.Function):
         buffer = torch.empty(min(chunk, count), logits.shape[1], dtype=dtype, device=logits.device)
         for i in range(0, count, chunk):
             part = slice(i, min(i + chunk, count))
-            x = buffer[: part.stop - i]
-            x.copy_(logits[part] if rows is None else logits[rows[part]])
+            x = logits[part] if rows is None else logits[rows[part]]
+            out = buffer[: part.stop - i]
+            if x.dtype != dtype:
+                x = out.copy_(x)
             if inverse_temperature != 1.0:
-                x.mul_(inverse_temperature)
-            stats.take(part, x, ids[part], offset, first=True, entropy=want_entropy)
+                x = torch.mul(x, inverse_temperature, out=out)
+            stats.take(part, x, out, ids[part], offset, first=True, entropy=want_entropy)
         logp, lse, entropy = stats.finish(group)
         ctx.save_for_backward(logits, ids, rows, lse, entropy)
         ctx.options = (inverse_temperature, chunk, want_entropy, reuse, offset)
@@ -215,7 +219,7 @@ class LinearStats(torch.autograd.Function):
             for i in range(0, rows, chunk_rows):
                 part = slice(i, min(i + chunk_rows, rows))
                 x = _logits(hidden[part], w, bias, v, inverse_temperature)
-                stats.take(part, x, ids[part], offset + v, first=v == 0, entropy=want_entropy)
+                stats.take(part, x, x, ids[part], offset + v, first=v == 0, entropy=want_entropy)
         logp, lse, entropy = stats.finish(group)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy)
         ctx.options = (inverse_temperature, chunk_rows, chunk_vocab, want_entropy, group, offset)

@@ -17,7 +17,7 @@ from rlinf_algos.errors import AlgorithmError
 from rlinf_algos.masking import whiten, zero_masked
 
 Groups = Sequence[Hashable] | Tensor
-# Rewards of a group that differ by less than this, relative to their size, are equal up to rounding.
+# Rewards of a group whose standard deviation is below this, relative to their size, are equal up to rounding.
 SIGNAL_TOLERANCE = 1e-6
 
 
@@ -42,8 +42,9 @@ def group_index(groups: Groups, count: int) -> tuple[Tensor, int]:
     return torch.tensor(index_list, dtype=torch.long), len(numbers)
 
 
-class _Grouped:
-    """Rewards centred on one member of their group (so that equal rewards are exactly 0), with counts."""
+class Grouped:
+    """Rewards [B] centred on the mean of their group, with counts and sums of squares of the groups, and which have
+    signal."""
 
     def __init__(self, rewards: Tensor, groups: Groups, valid: Tensor | None, group_size: int | None) -> None:
         _check.floating(rewards=rewards)
@@ -57,31 +58,31 @@ class _Grouped:
         self.valid = ~rewards.isnan()
         if valid is not None:
             self.valid = self.valid & _check.boolean(valid, "valid")
-        r = torch.where(self.valid, rewards.to(work), 0.0)
-        if not bool(r.isfinite().all()):
+        self.n = n
+        # Counted from the group's smallest reward, so that equal rewards are exactly 0 and stay so.
+        r = torch.where(self.valid, rewards.to(work), torch.inf)
+        low = r.new_full((n,), torch.inf).scatter_reduce_(0, index, r, "amin")
+        shifted = torch.where(self.valid, r - low[index], 0.0)
+        columns = torch.stack((self.valid.to(work), shifted), 1)
+        sums = r.new_zeros(n, 2).index_add_(0, index, columns)
+        if bool(sums.isfinite().all().logical_not()):
             raise AlgorithmError("rewards holds an infinite value; use NaN for a reward that could not be computed")
-        ones = self.valid.to(work)
-        self.counts = torch.zeros(n, dtype=work, device=r.device).index_add_(0, index, ones)
+        self.counts = sums[:, 0]
         if group_size is not None and n and int(self.counts.max()) > group_size:
             raise AlgorithmError(f"a group has {int(self.counts.max())} samples but group_size is {group_size}")
-        inf = torch.inf
-        low = r.new_full((n,), inf).scatter_reduce_(0, index, torch.where(self.valid, r, inf), "amin")
-        high = r.new_full((n,), -inf).scatter_reduce_(0, index, torch.where(self.valid, r, -inf), "amax")
-        size = torch.maximum(low.abs(), high.abs())
-        self.signal = ((high - low) > SIGNAL_TOLERANCE * size) & (self.counts > 1)
-        self.n = n
-        self.r = torch.where(self.valid, r - low[index], 0.0)
-
-    def mean(self) -> Tensor:
-        """Mean of each group [n], of the shifted rewards."""
-        return self.sums(self.r) / self.counts.clamp(min=1)
+        mean = sums[:, 1] / self.counts.clamp(min=1)
+        self.centred = torch.where(self.valid, shifted - mean[index], 0.0)
+        self.squares = self.sums(self.centred.square())
+        size = SIGNAL_TOLERANCE * (low.abs() + mean)
+        self.signal = self.squares > size.square() * self.counts
 
     def sums(self, x: Tensor) -> Tensor:
+        """Sum over each group [n]."""
         return x.new_zeros(self.n).index_add_(0, self.index, x)
 
     def finish(self, advantages: Tensor) -> Tensor:
         """Zero where there is no signal or the sample is left out."""
-        return torch.where(self.valid & self.signal[self.index], advantages, 0.0).to(self.dtype)
+        return torch.where(self.signal[self.index], advantages, 0.0).to(self.dtype)
 
 
 def check_group_size(group_size: int | None) -> None:
@@ -124,13 +125,11 @@ def group_advantage(
         AlgorithmError: wrong shapes or dtypes, infinite rewards, ``group_size`` below 2.
     """
     _check.not_negative(eps=eps)
-    g = _Grouped(rewards, groups, valid, group_size)
-    advantages = g.r - g.mean()[g.index]
-    if normalise_std:
-        square = g.sums(torch.where(g.valid, advantages, 0.0).square())
-        std = (square / (g.counts - 1).clamp(min=1)).sqrt()
-        advantages = advantages / torch.where(g.signal, std + eps, 1.0)[g.index]
-    return g.finish(advantages)
+    g = Grouped(rewards, groups, valid, group_size)
+    if not normalise_std:
+        return g.finish(g.centred)
+    std = (g.squares / (g.counts - 1).clamp(min=1)).sqrt() + eps
+    return g.finish(g.centred / torch.where(g.signal, std, 1.0)[g.index])
 
 
 def dr_grpo_advantage(
@@ -148,9 +147,9 @@ def rloo_advantage(
 
     Ahmadian et al., arXiv 2402.14740, equation 8. Arguments and edge cases as ``group_advantage``.
     """
-    g = _Grouped(rewards, groups, valid, group_size)
+    g = Grouped(rewards, groups, valid, group_size)
     factor = g.counts / (g.counts - 1).clamp(min=1)
-    return g.finish((g.r - g.mean()[g.index]) * factor[g.index])
+    return g.finish(g.centred * factor[g.index])
 
 
 @torch.no_grad()
@@ -261,7 +260,7 @@ def pass_at_k_advantage(
     if k < 1 or (group_size is not None and k > group_size):
         limit = "" if group_size is None else f" and at most group_size ({group_size})"
         raise AlgorithmError(f"k must be at least 1{limit}, got {k}")
-    g = _Grouped(rewards, groups, valid, group_size)
+    g = Grouped(rewards, groups, valid, group_size)
     right = g.valid & (torch.where(g.valid, rewards, 0.0) > threshold)
     n = g.counts
     wrong = n - g.sums(right.to(n.dtype))

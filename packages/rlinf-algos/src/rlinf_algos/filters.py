@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlinf_algos import _check
-from rlinf_algos.advantages import SIGNAL_TOLERANCE, Groups, group_index
+from rlinf_algos.advantages import SIGNAL_TOLERANCE, Grouped, Groups
 from rlinf_algos.errors import AlgorithmError, NoSignalError
 
 
@@ -25,19 +25,8 @@ def groups_with_signal(rewards: Tensor, groups: Groups, *, valid: Tensor | None 
     rounding, and groups with fewer than two valid samples, have no signal. NaN rewards and samples with ``valid``
     false are no peers and are not kept.
     """
-    _check.floating(rewards=rewards)
-    _check.ndim(1, "[B]", rewards=rewards)
-    _check.same_shape(rewards=rewards, valid=valid)
-    use = ~rewards.isnan()
-    if valid is not None:
-        use = use & _check.boolean(valid, "valid")
-    index, n = group_index(groups, len(rewards))
-    index = index.to(rewards.device)
-    r = rewards.double()
-    high = r.new_full((n,), -torch.inf).scatter_reduce_(0, index, torch.where(use, r, -torch.inf), "amax")
-    low = r.new_full((n,), torch.inf).scatter_reduce_(0, index, torch.where(use, r, torch.inf), "amin")
-    signal = (high - low) > SIGNAL_TOLERANCE * torch.maximum(high.abs(), low.abs())
-    return signal[index] & use
+    grouped = Grouped(rewards, groups, valid, None)
+    return grouped.signal[grouped.index] & grouped.valid
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from rlinf_algos.masking import terminal_reward, whiten
 
 # Width of the blocks multiplied with powers of the coefficient.
 _WIDTH = 32
+# Elements of a group of rows that is worked through at a time on a CPU.
+_BLOCK = 2**17
 
 
 def discounted_scan(x: Tensor, coefficient: float | Tensor) -> Tensor:
@@ -175,9 +177,11 @@ def gae(
         raise AlgorithmError("final_values is read where truncated is true; give truncated as well")
     if last_values is not None and last_values.shape != rewards.shape[:1]:
         raise AlgorithmError(f"last_values must have shape [B], got {_check.shape_of(last_values)}")
-    v = torch.where(mask, _check.widen(values), 0.0)
-    dtype = torch.promote_types(r.dtype, v.dtype)
-    r, v = r.to(dtype), v.to(dtype)
+    dtype = torch.promote_types(r.dtype, _check.wide(values.dtype))
+    if r.numel() > _BLOCK and r.shape[0] > 1 and r.device.type == "cpu":
+        return _by_rows(r, values, mask, gamma, lam, terminated, truncated, final_values, last_values, dtype)
+    v = torch.where(mask, values.to(dtype), 0.0)
+    r = r.to(dtype)
     if r.numel() == 0:
         return r, v
     whole, packed = mask, None
@@ -208,6 +212,37 @@ def gae(
     else:
         advantages = torch.where(mask, advantages, 0.0)
     return advantages, advantages + v
+
+
+def _by_rows(
+    r: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    terminated: Tensor | None,
+    truncated: Tensor | None,
+    final_values: Tensor | None,
+    last_values: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``gae`` of some rows at a time, so that what lies between the steps stays in the cache."""
+    advantages, returns = torch.empty_like(r, dtype=dtype), torch.empty_like(r, dtype=dtype)
+    step = max(1, _BLOCK // r.shape[1])
+    for i in range(0, r.shape[0], step):
+        part = slice(i, i + step)
+        advantages[part], returns[part] = gae(
+            r[part],
+            values[part],
+            mask[part],
+            gamma=gamma,
+            lam=lam,
+            terminated=None if terminated is None else terminated[part],
+            truncated=None if truncated is None else truncated[part],
+            final_values=None if final_values is None else final_values[part],
+            last_values=None if last_values is None else last_values[part],
+        )
+    return advantages, returns
 
 
 def _moved(flags: Tensor, packed: _Packed | None) -> Tensor:

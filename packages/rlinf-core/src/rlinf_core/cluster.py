@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from rlinf_core.placement import ClusterInfo, DeviceInfo, NodeInfo
 
 SLOT = "rlinf_slot_"
 GROUP_PREFIX = "rlinf:"
+PROBE_TIMEOUT_S = 10.0
 RESERVE_TIMEOUT_S = 10.0
 
 
@@ -153,6 +155,7 @@ def connect(settings: Any, run_name: str) -> Cluster:
         elif address is None:
             _start_local(ray, virtual, common)
         else:
+            _probe(address)
             ray.init(address=address, **common)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
         where = "start a local Ray" if address is None else f"reach the Ray cluster at {address!r} (cluster.address)"
@@ -171,7 +174,16 @@ def connect(settings: Any, run_name: str) -> Cluster:
         )
     labels = tuple(NodeInfo(n["NodeID"], tuple((n.get("Labels") or {}).values())) for n in alive)
     own = ray.get_runtime_context().get_node_id()
-    return Cluster(ClusterInfo(tuple(devices), labels), nodes.get(own, "127.0.0.1"), run_name, nodes=nodes, owns_ray=owns)
+    return Cluster(
+        ClusterInfo(tuple(devices), labels), nodes.get(own, "127.0.0.1"), run_name, nodes=nodes, owns_ray=owns
+    )
+
+
+def _probe(address: str) -> None:
+    """Ray itself tries for minutes to reach a cluster that is not there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
 
 
 def _start_local(ray: Any, virtual: int, common: dict[str, Any]) -> None:

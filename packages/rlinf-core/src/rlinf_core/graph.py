@@ -82,10 +82,11 @@ class PhaseGraph:
         both = _merge(data, serial)
         late: set[str] = set()
         for channel in self.channels:
-            held_up = self._held_up(channel, data)
-            after = set().union(*(_reachable(both, serial.get(x, ())) for x in held_up))
-            if any(r in after for r in self.readers(channel)):
-                late.add(channel)
+            readers = set(self.readers(channel))
+            for held in self._held_up(channel, data, serial):
+                after: list[int] = serial.get(held, [])
+                if readers & _reachable(both, after):
+                    late.add(channel)
         return frozenset(late)
 
     def blockers(self, channel: str) -> frozenset[tuple[str, str]]:
@@ -94,16 +95,23 @@ class PhaseGraph:
         data, serial = self._call_edges()
         up = _reversed(_merge(data, serial))
         needed: set[int] = set()
-        for r in self.readers(channel):
-            before = [i for i, later in serial.items() if r in later]
-            needed |= {r} | set(before) | _reachable(up, before)
-        held_up = self._held_up(channel, data)
+        for reader in self.readers(channel):
+            before = [i for i, later in serial.items() if reader in later]
+            needed |= {reader} | _reachable(up, before)
+        held_up = self._held_up(channel, data, serial)
         return frozenset((self.calls[x].group, self.calls[y].group) for x in held_up for y in needed)
 
-    def _held_up(self, channel: str, data: Mapping[int, Iterable[int]]) -> set[int]:
-        """Calls that stand still, sooner or later, when nothing can be put into the channel."""
-        writers = self.writers(channel)
-        return set(writers) | _reachable(_reversed(data), writers)
+    def _held_up(
+        self, channel: str, data: Mapping[int, Iterable[int]], serial: Mapping[int, Iterable[int]]
+    ) -> set[int]:
+        """Calls that stand still, sooner or later, when nothing can be put into the channel: its writers and
+        what feeds them, but not calls that have returned before the writer starts."""
+        both, up = _merge(data, serial), _reversed(data)
+        held: set[int] = set()
+        for writer in self.writers(channel):
+            held.add(writer)
+            held |= {x for x in _reachable(up, [writer]) if writer not in _reachable(both, serial.get(x, ()))}
+        return held
 
     def _call_edges(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """Edges between calls: through channels, and from each call to the same group's next one."""

@@ -306,20 +306,23 @@ def _portion_of(plan: Plan, graph: FlowGraph, writers: set[str], reader: str) ->
             return leaf.portion
     above = writers | {name for name in graph.stages if graph.downstream(name) & writers}
     below = {reader} | graph.downstream(reader)
-    found = plan.portion
-    node = plan.tree
-    while node is not None and not isinstance(node, Leaf):
-        one, other = sides(node)
-        ups, downs = {leaf.stage for leaf in leaves(one)}, {leaf.stage for leaf in leaves(other)}
-        if isinstance(node, Pipe) and ups & above and downs & below:
-            found = node.portion
-        if reader in ups or (reader not in downs and not downs & (above | below)):
-            node = one
-        elif reader in downs or not ups & (above | below):
-            node = other
-        else:
-            break
-    return found
+    found = max(_pipes_between(plan.tree, above, below, 0), key=lambda pair: pair[0], default=(0, plan.portion))
+    return found[1]
+
+
+def _pipes_between(node: Node | None, above: set[str], below: set[str], depth: int) -> Iterator[tuple[int, int | None]]:
+    """(depth, portion) of the pipes that have a stage of ``above`` upstream and one of ``below`` downstream."""
+    if node is None or isinstance(node, Leaf):
+        return
+    one, other = sides(node)
+    if isinstance(node, Pipe) and _stages(one) & above and _stages(other) & below:
+        yield depth, node.portion
+    yield from _pipes_between(one, above, below, depth + 1)
+    yield from _pipes_between(other, above, below, depth + 1)
+
+
+def _stages(node: Node) -> set[str]:
+    return {leaf.stage for leaf in leaves(node)}
 
 
 def _spills(graph: FlowGraph, groups: Mapping[str, GroupPlan]) -> Iterator[str]:

@@ -152,9 +152,9 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str, *, source: str = "plan") -> Plan:
-        """From YAML or JSON text (JSON is YAML)."""
+        """From YAML or JSON text."""
         try:
-            data = yaml.safe_load(text)
+            data = _load(text)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -178,19 +178,32 @@ class Plan:
 
 def _describe(node: Node, indent: str) -> list[str]:
     if isinstance(node, Leaf):
-        portion = "" if node.portion is None else f", {node.portion} items at once"
+        portion = "" if node.portion is None else f", {_items(node.portion)} at once"
         return [f"{indent}{node.stage} on {node.devices}{portion}"]
     if isinstance(node, Share):
         head = "in turn on the same devices:"
     elif isinstance(node, Pipe):
-        head = f"pipelined, {'everything' if node.portion is None else f'{node.portion} items'} at once:"
+        head = f"pipelined, {_items(node.portion)} at once:"
     else:
         head = "side by side:"
     one, other = sides(node)
     return [f"{indent}{head}", *_describe(one, indent + "  "), *_describe(other, indent + "  ")]
 
 
+def _items(portion: int | None) -> str:
+    return "everything" if portion is None else f"{portion} item{'s' if portion != 1 else ''}"
+
+
 # ------------------------------------------------------------------ plain data
+
+
+def _load(text: str) -> object:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            pass  # YAML in braces
+    return yaml.safe_load(text)
 
 
 def _node_to_dict(node: Node) -> dict[str, Any]:

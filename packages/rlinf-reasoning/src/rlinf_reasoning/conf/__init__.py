@@ -27,7 +27,7 @@ class ReasoningGym:
     name: str = _key("reasoning_gym", "source of problems")
     dataset: str = _key("chain_sum", "name of a reasoning-gym dataset")
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": "the dataset's own settings"})
-    pool: int = _key(40000, "questions to generate; repeated ones count once", min=1)
+    pool: int = _key(80000, "questions to generate; repeated ones count once", min=1)
     pattern: str | None = _key(None, "regular expression; questions without a match are left out")
     template: str = _key("{question}", "prompt, from {question} (the match) and the pattern's named groups")
 
@@ -95,7 +95,7 @@ class Sampling:
 class WarmStart:
     """Supervised steps before the reinforcement learning, so that some responses are right."""
 
-    problems: int = _key(900, "problems of this phase, of those that are trained on", min=0)
+    problems: int = _key(1200, "problems of this phase, of those that are trained on", min=0)
     held_out: int = _key(200, "of those, problems that only the target accuracy is measured on", min=0)
     max_steps: int = _key(2000, "most optimizer steps; 0 skips the phase", min=0)
     batch_size: int = _key(128, "problems per optimizer step", min=1)

@@ -130,7 +130,7 @@ def _line(step: str, sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "advantage": sample.info.get("advantage"),
         "finish_reason": sample.finish_reason,
-        "response_tokens": len(sample.response_ids),
+        "response_ids": sample.response_ids,
         "versions": sorted(set(sample.versions)),
         "info": {k: v for k, v in sample.info.items() if k != "advantage"},
     }
