@@ -7,6 +7,7 @@ share of right symbols. Run: ``python examples/algos_torch_loop.py [steps]`` (a 
 import sys
 
 import torch
+
 from rlinf_algos import aggregate, group_advantage, next_token_logprobs, ppo_clip_loss
 
 VOCAB, STOP, LENGTH, GROUP, PROMPTS, CLIP_HIGH = 11, 10, 8, 8, 16, 0.28

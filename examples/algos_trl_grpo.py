@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rlinf_algos import group_advantage, kl_loss, next_token_logprobs, ppo_clip_loss
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+
+from rlinf_algos import group_advantage, kl_loss, next_token_logprobs, ppo_clip_loss
 
 
 class Trainer(GRPOTrainer):

@@ -2,8 +2,8 @@
 
     python benchmarks/table.py [--large] [--rounds N] [--only WORD] [--threads N]
 
-Contenders of a case run interleaved; medians and the quartiles of one process. Peak memory is measured in a process of its own per
-contender: resident size at its highest less the size when the inputs were ready.
+Contenders of a case run interleaved; medians and quartiles of one process. Peak memory is measured in a process of its
+own per contender: resident size at its highest less the size when the inputs were ready.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def times(runs: dict, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--large", action="store_true", help="the 4096 x 152k cases (needs 14 GiB)")
+    parser.add_argument("--large", action="store_true", help="the 4096 x 152k cases (needs 11 GiB)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="")
     parser.add_argument("--threads", type=int, default=1)

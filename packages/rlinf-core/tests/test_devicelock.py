@@ -112,6 +112,14 @@ class TestRules:
         assert "queued input" in lock.explain("b")
         assert lock.handle(Idle("a")) == [AskOffload("a", "b")]
 
+    def test_a_consumer_with_queued_input_is_not_switched_out_for_a_producer(self) -> None:
+        lock = make(consumer=spec(0, order=1), producer=spec(0, order=0))
+        lock.handle(Acquire("consumer", 0))
+        lock.handle(Acquire("producer", 0))
+        lock.handle(Release("consumer", 0, more=True))
+        assert lock.handle(Acquire("consumer", 0)) == [Grant("consumer", 0)]
+        assert lock.handle(Release("consumer", 0)) == [AskOffload("consumer", "producer")]
+
     def test_idle_of_one_rank(self) -> None:
         lock = make(a=spec(0, ranks=2), b=spec(0, order=1))
         for rank in (0, 1):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rlinf_core.errors import ChannelError
 from rlinf_core.hub import wire
 from rlinf_core.payload import Descriptor, PayloadFetcher, PayloadServer, PayloadStore, decode, encode

@@ -27,6 +27,7 @@ def cluster() -> Iterator[None]:
     ray.init(
         address="local",
         num_cpus=4,
+        num_gpus=0,
         resources={SLOT + str(i): 1.0 for i in range(2)},
         include_dashboard=False,
         log_to_driver=False,

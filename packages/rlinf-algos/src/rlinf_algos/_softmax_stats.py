@@ -35,7 +35,7 @@ class Stats:
     def take(
         self, rows: slice, x: Tensor, out: Tensor, ids: Tensor, offset: int, *, first: bool, entropy: bool
     ) -> None:
-        """Add logits ``x`` [n, v] of the vocabulary from ``offset`` on; ``out`` [n, v] is overwritten and may be ``x``."""
+        """Add logits ``x`` [n, v] of the vocabulary from ``offset`` on. ``out`` [n, v] is overwritten; may be ``x``."""
         peak = x.amax(-1)
         held, local = _local(ids, offset, x.shape[1])
         self.chosen[rows] += torch.where(held, x.gather(1, local[:, None]).squeeze(1), 0.0)

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,23 @@ SLOT = "rlinf_slot_"
 GROUP_PREFIX = "rlinf:"
 PROBE_TIMEOUT_S = 10.0
 RESERVE_TIMEOUT_S = 10.0
+GPU_CLAIM_TIMEOUT_S = 120.0
+
+
+class _GpuHolder:
+    """Holds the GPUs of one node for the run; its ranks get them by UUID (by index where the driver tells none)."""
+
+    def names(self) -> list[str]:
+        import ray
+
+        held = [str(i) for i in ray.get_gpu_ids()]
+        try:
+            query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+            listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return held
+        uuids = dict(line.split(", ", 1) for line in listed.splitlines() if ", " in line)
+        return [uuids.get(index, index) for index in held]
 
 
 @dataclass
@@ -42,6 +60,8 @@ class Cluster:
     owns_ray: bool = True
     _group: Any = None
     _bundle_of_node: dict[str, int] = field(default_factory=dict)
+    _gpu_names: dict[int, str] = field(default_factory=dict)
+    _gpu_holders: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Cluster:
         return self
@@ -90,6 +110,25 @@ class Cluster:
                 + (f"they are held by {holders}" if holders else "the cluster does not offer them any more")
             )
         self._group = group
+        self._claim_gpus(ray, chosen)
+
+    def _claim_gpus(self, ray: Any, chosen: list[DeviceInfo]) -> None:
+        """Ask Ray which GPUs the reservation got: another run may hold the first ones of the node."""
+        holder = ray.remote(_GpuHolder)
+        for node in self._bundle_of_node:
+            wanted = [d for d in chosen if d.node == node and d.kind == "gpu"]
+            if not wanted:
+                continue
+            actor = holder.options(
+                num_cpus=0, num_gpus=len(wanted), scheduling_strategy=self.strategy_for(node), max_restarts=0
+            ).remote()
+            names = ray.get(actor.names.remote(), timeout=GPU_CLAIM_TIMEOUT_S)
+            self._gpu_holders.append(actor)
+            self._gpu_names.update({d.id: name for d, name in zip(wanted, names, strict=True)})
+
+    def visible_gpus(self, devices: tuple[int, ...]) -> str:
+        """``CUDA_VISIBLE_DEVICES`` for a rank on these devices; empty hides all GPUs from a CPU stage."""
+        return ",".join(self._gpu_names[d] for d in devices if d in self._gpu_names)
 
     def strategy_for(self, node: str) -> Any:
         """Ray scheduling strategy that puts an actor on ``node`` inside this run's reservation."""
@@ -112,6 +151,9 @@ class Cluster:
                     ray.shutdown()
         elif self._group is not None:
             from ray.util.placement_group import remove_placement_group
+
+            for holder in self._gpu_holders:
+                ray.kill(holder)
 
             remove_placement_group(self._group)
 

@@ -360,8 +360,6 @@ class DeviceLock:
                 for rank in list(replica.waiting):
                     if replica.is_late(rank) or replica.more or not (ahead or (replica.inside and behind)):
                         self._enter(replica, rank)
-                if replica.waiting:
-                    reserved.append(replica)
                 continue
             if replica.state is _State.OUT and not ahead and all(other.state is _State.OUT for other in rivals):
                 replica.state = _State.HOLDING  # all its devices at once, or none

@@ -84,8 +84,8 @@ class PhaseGraph:
         for channel in self.channels:
             readers = set(self.readers(channel))
             for held in self._held_up(channel, data, serial):
-                after: list[int] = serial.get(held, [])
-                if readers & _reachable(both, after):
+                after = _reachable(both, serial.get(held, ()))
+                if readers & after:
                     late.add(channel)
         return frozenset(late)
 

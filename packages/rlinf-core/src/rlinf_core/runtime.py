@@ -169,8 +169,7 @@ class Runtime:
         mine = [d for d in info.devices if d.id in devices]
         node = mine[0].node if mine else next(iter(self.cluster.nodes))
         cores = () if self.cluster.debug else self.cluster.cores_of(devices)
-        gpus = [d for d in mine if d.kind != "cpu"]
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(str(d.local_id) for d in gpus)}
+        env = {"CUDA_VISIBLE_DEVICES": self.cluster.visible_gpus(devices)}
         spec = HostSpec(
             group=group.name,
             rank=rank,
