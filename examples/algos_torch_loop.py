@@ -1,7 +1,7 @@
 """GRPO in a bare torch loop: no trainer, no runtime, rlinf-algos and torch alone.
 
-The task: given a digit d, say d, d+1, ..., d+5 (mod 10) and then stop; a response is as long as the policy makes it. The reward is the
-share of right symbols. Run: ``python examples/algos_torch_loop.py [steps]`` (a few seconds).
+The task: given a digit d, say d, d+1, ..., d+5 (mod 10) and then stop; a response is as long as the policy makes it.
+The reward is the share of right symbols. Run: ``python examples/algos_torch_loop.py [steps]`` (a few seconds).
 """
 
 import sys

@@ -1,7 +1,7 @@
 """rlinf-algos inside TRL's GRPOTrainer: its generation, data and optimizer loop, our advantage, log-probs and loss.
 
-Needs ``pip install trl``. A model of two layers is built from a config, so nothing is downloaded; the reward is the share of letters "a".
-Run: ``python examples/algos_trl_grpo.py [steps]`` (about a minute on a CPU).
+Needs ``pip install trl``. A model of two layers is built from a config, so nothing is downloaded; the reward is the
+share of letters "a". Run: ``python examples/algos_trl_grpo.py [steps]`` (seconds on a CPU).
 """
 
 from __future__ import annotations

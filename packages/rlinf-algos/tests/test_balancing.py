@@ -163,6 +163,7 @@ A = torch.tensor([1, 2, 3])
         (lambda: first_fit_decreasing([1, 9], 8), "item 1 weighs 9"),
         (lambda: first_fit_decreasing([1], 0), "capacity must be"),
         (lambda: micro_batches([1], 0, 4), "ranks must be"),
+        (lambda: micro_batches([1, 1, 9], 2, 4), r"lengths\[2\] is 9"),
         (lambda: pack([A], 2), r"sequences\[0\] has 3 tokens"),
         (lambda: pack([A[:0]], 2), r"has 0 tokens"),
         (lambda: pack([A.float()], 4), "must be an integer"),

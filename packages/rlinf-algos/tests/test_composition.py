@@ -87,6 +87,17 @@ def test_what_is_missing_is_named(name):
         table[name](empty, **options)
 
 
+@pytest.mark.parametrize("name", ["gae", "turn_gae", "reinforce_pp"])
+def test_samples_that_are_left_out_by_name(name):
+    inputs = SCORED if name == "reinforce_pp" else TIMED
+    left_out = dataclasses.replace(inputs, mask=2 * MASK.long(), valid=torch.tensor([1, 0, 1, 1]))
+    got = advantage(name)(left_out).advantages
+    assert (got[1] == 0).all()
+    kept = MASK.clone()
+    kept[1] = False
+    torch.testing.assert_close(got, advantage(name)(dataclasses.replace(inputs, mask=kept)).advantages)
+
+
 def test_by_name_is_the_function():
     torch.testing.assert_close(loss("ppo")(EVERYTHING).sum, ppo_clip_loss(X, OLD, A, MASK).sum)
     torch.testing.assert_close(

@@ -225,6 +225,16 @@ def test_padding_changes_nothing_with_learned_positions(left, right, temperature
     assert (expected[:, :3] == 0).all()
 
 
+def test_nothing_to_compute():
+    empty = torch.zeros(0, 3, 5, requires_grad=True)
+    logp, entropy = token_logprobs_and_entropy(empty, torch.zeros(0, 3, dtype=torch.long))
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.shape == entropy.shape == (0, 3)
+    masked = torch.full((2, 5), math.nan, requires_grad=True)
+    token_logprobs(masked, torch.tensor([-100, -100]), mask=torch.tensor([0, 0])).sum().backward()
+    assert (masked.grad == 0).all()
+
+
 def test_the_temperature_is_the_one_of_sampling():
     logits = torch.tensor([[0.0, 1.0, 3.0]])
     for temperature in (0.5, 1.0, 2.0):

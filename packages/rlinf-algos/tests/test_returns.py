@@ -185,6 +185,28 @@ def test_a_lowered_matmul_precision_or_autocast_changes_nothing():
         torch.set_float32_matmul_precision(before)
 
 
+def test_a_large_batch_worked_through_in_parts_is_the_same():
+    torch.manual_seed(0)
+    rewards, values, final = (torch.randn(7, 40_000) for _ in range(3))
+    mask, ends = torch.rand(7, 40_000) < 0.9, torch.rand(7, 40_000) < 0.01
+    last = torch.randn(7)
+    options = {"terminated": ends, "truncated": ends.roll(1, 1), "final_values": final, "last_values": last}
+    whole = gae(rewards, values, mask, **options)
+    for b in (0, 3, 6):
+        one = {k: v[b : b + 1] for k, v in options.items()}
+        torch.testing.assert_close(
+            [t[b : b + 1] for t in whole], list(gae(rewards[b : b + 1], values[b : b + 1], mask[b : b + 1], **one))
+        )
+
+
+def test_last_values_are_not_read_after_an_end():
+    ends = torch.tensor([[False, True], [False, False]])
+    last = torch.tensor([math.nan, 1.0])
+    whole = torch.ones(2, 2, dtype=torch.bool)
+    advantages, _ = gae(torch.zeros(2, 2), torch.zeros(2, 2), whole, lam=1.0, terminated=ends, last_values=last)
+    assert advantages.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def test_no_gradient_is_recorded():
     values = torch.zeros(1, 3, requires_grad=True)
     advantages, returns = gae(torch.ones(1, 3), values, torch.ones(1, 3, dtype=torch.bool))

@@ -41,6 +41,7 @@ class Model(RuleBasedStateMachine):
         self.waiting: dict[int, ev.Put | ev.Get] = {}
         self.unfetched: list[tuple[int, str]] = []
         self.released: list[Any] = []
+        self.ended: set[tuple[str, int]] = set()
         self.died = False
         self.feed(ev.OpenChannel(C, "s", max_items, max_bytes))
         self.feed(ev.AddReader(C, "a", ranks=2))
@@ -70,6 +71,8 @@ class Model(RuleBasedStateMachine):
             assert isinstance(asked, ev.Get)
             assert not self.open_writers, "a false end"
             assert not [w for w in self.waiting.values() if isinstance(w, ev.Put)], "an end before a pending put"
+            if asked.key is ANY:
+                self.ended.add((asked.group, asked.rank))
             self.drained(asked)
         elif isinstance(out, ev.CancelDone) and isinstance(asked, ev.Put):
             for item in asked.items[out.admitted :]:
@@ -254,26 +257,13 @@ class Model(RuleBasedStateMachine):
         for writer in sorted(self.open_writers):
             self.open_writers.remove(writer)
             self.feed(ev.CloseWriter(C, writer))
-        for group in self.groups:
-            for rank in (0, 1):
-                ended = False
-                for _ in range(3 * len(self.line) + 3):
-                    req = self.next()
-                    self.waiting[req] = get = ev.Get(
-                        req, C, group, rank, ANY, "portion" if group == "b" else "items", ev.PLAN if group == "b" else 1
-                    )
-                    out = self.board.handle(get)
-                    for instruction in out:
-                        self.answer(instruction)
-                    ended = any(isinstance(o, ev.End) and o.req == req for o in out)
-                    if ended or req in self.waiting:
-                        break
-                if group == "a" and rank == 0:
-                    assert ended or self.pending()
-        for group in self.groups:
-            for rank in (0, 1):
-                if group == "b":
-                    self.drain_rank(rank)
+        everybody = {(group, rank) for group in self.groups for rank in (0, 1)}
+        for _ in range(4 * len(self.line) + 8):
+            for group, rank in sorted(everybody - self.ended):
+                if not any(isinstance(w, ev.Get) and (w.group, w.rank) == (group, rank) for w in self.waiting.values()):
+                    mode: Any = "portion" if group == "b" else "items"
+                    self.ask(ev.Get(self.next(), C, group, rank, ANY, mode, ev.PLAN if group == "b" else 1))
+        assert self.ended >= everybody, "somebody never comes to an end"
         assert not self.waiting
         names = [i.descriptor for i in self.line]
         for group in self.groups:
@@ -283,17 +273,6 @@ class Model(RuleBasedStateMachine):
             self.feed(ev.Fetched((uid,), group))
         assert sorted(map(str, self.released)) == sorted(map(str, names))
         self.feed(ev.CloseStep("s"))
-
-    def drain_rank(self, rank: int) -> None:
-        while True:
-            req = self.next()
-            self.waiting[req] = get = ev.Get(req, C, "b", rank, ANY, "portion", ev.PLAN)
-            out = self.board.handle(get)
-            for instruction in out:
-                self.answer(instruction)
-            if any(isinstance(o, ev.End) for o in out) or req in self.waiting:
-                assert req not in self.waiting
-                return
 
 
 TestModel = Model.TestCase

@@ -47,7 +47,7 @@ def test_hostile_expression_ends_within_the_limit_and_the_batch_is_scored() -> N
     assert again == [Score(1.0)]
 
 
-def test_the_same_scores_from_a_thread_and_from_a_process_without_signals() -> None:
+def test_the_same_scores_from_a_thread() -> None:
     expected = [float(c[2]) for c in CASES]
     items = [RewardItem(t, g, {}) for t, g, _ in CASES]
     found: list[float | None] = []

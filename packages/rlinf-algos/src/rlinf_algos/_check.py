@@ -105,6 +105,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """``tensor`` in float64, for statistics of few numbers (float32 on a device that has nothing wider)."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
 def widen(tensor: Tensor) -> Tensor:
     """``tensor`` in the dtype that sums and exponentials are computed in."""
     return tensor.to(wide(tensor.dtype))

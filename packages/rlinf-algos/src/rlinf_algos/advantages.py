@@ -54,16 +54,16 @@ class Grouped:
         index, n = group_index(groups, len(rewards))
         self.index = index = index.to(rewards.device)
         self.dtype = _check.wide(rewards.dtype)
-        work = torch.float32 if rewards.device.type == "mps" else torch.float64
+        exact = _check.precise(rewards)
         self.valid = ~rewards.isnan()
         if valid is not None:
             self.valid = self.valid & _check.boolean(valid, "valid")
         self.n = n
         # Counted from the group's smallest reward, so that equal rewards are exactly 0 and stay so.
-        r = torch.where(self.valid, rewards.to(work), torch.inf)
+        r = torch.where(self.valid, exact, torch.inf)
         low = r.new_full((n,), torch.inf).scatter_reduce_(0, index, r, "amin")
         shifted = torch.where(self.valid, r - low[index], 0.0)
-        columns = torch.stack((self.valid.to(work), shifted), 1)
+        columns = torch.stack((self.valid.to(exact.dtype), shifted), 1)
         sums = r.new_zeros(n, 2).index_add_(0, index, columns)
         if bool(sums.isfinite().all().logical_not()):
             raise AlgorithmError("rewards holds an infinite value; use NaN for a reward that could not be computed")
@@ -145,7 +145,7 @@ def rloo_advantage(
 ) -> Tensor:
     """REINFORCE leave-one-out: A_i = r_i - mean of the *other* samples' rewards = n / (n - 1) (r_i - mean(r)).
 
-    Ahmadian et al., arXiv 2402.14740, equation 8. Arguments and edge cases as ``group_advantage``.
+    Ahmadian et al., arXiv 2402.14740. Arguments and edge cases as ``group_advantage``.
     """
     g = Grouped(rewards, groups, valid, group_size)
     factor = g.counts / (g.counts - 1).clamp(min=1)
@@ -244,7 +244,7 @@ def pass_at_k_advantage(
 ) -> Tensor:
     """Advantage of pass@k training, in closed form over all k-subsets of a group.
 
-    Chen et al., arXiv 2508.10751, section 2.4 (analytical derivation). A subset's reward is 1 if one of its k
+    Chen et al., arXiv 2508.10751, the analytical derivation. A subset's reward is 1 if one of its k
     responses is correct. With n responses, w of them wrong: mean R = 1 - C(w, k)/C(n, k), s = sqrt(R (1 - R)), and
     A(correct) = (1 - R) / s, A(wrong) = (1 - R - C(w - 1, k - 1)/C(n - 1, k - 1)) / s: each is the mean, over the
     subsets that hold the response, of (subset reward - R) / s.
@@ -306,7 +306,7 @@ def trajectory_group_advantage(
     group, _ = group_index(groups, count)
     trajectory, group = trajectory.to(rewards.device), group.to(rewards.device)
     keep = torch.ones_like(rewards, dtype=torch.bool) if valid is None else _check.boolean(valid, "valid")
-    r = torch.where(keep, rewards.to(torch.float64), 0.0)
+    r = torch.where(keep, _check.precise(rewards), 0.0)
     totals = r.new_zeros(m).index_add_(0, trajectory, r)  # NaN stays NaN: the trajectory is left out
     present = torch.zeros(m, dtype=torch.long, device=r.device).index_add_(0, trajectory, keep.long()) > 0
     owner = group.new_zeros(m).scatter_(0, trajectory, group)
@@ -329,7 +329,7 @@ def turn_group_advantage(
     """Group advantage per turn: a turn is compared with those turns of its group that share its key.
 
     ``turns`` [B] is the turn's number (compare first turns with first turns) or its *anchor state*: the step-level
-    advantage of GiGPO (arXiv 2505.10978, equation 8) compares actions taken in one and the same state. ``returns``
+    advantage of GiGPO (arXiv 2505.10978) compares actions taken in one and the same state. ``returns``
     [B] is each turn's own reward or discounted return (``discounted_returns``). A turn alone with its key gets 0.
     """
     count = len(returns)
@@ -351,7 +351,7 @@ def gigpo_advantage(
     eps: float = 1e-6,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """GiGPO (arXiv 2505.10978, equation 9): A = A_episode + ``step_weight`` * A_step.
+    """GiGPO (arXiv 2505.10978): A = A_episode + ``step_weight`` * A_step.
 
     The episode part is ``trajectory_group_advantage(rewards, ...)``, the step part
     ``turn_group_advantage(returns, ..., anchors)``. All arguments are per turn [B].

@@ -138,6 +138,9 @@ def micro_batches(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[P
     """
     if ranks < 1:
         raise AlgorithmError(f"ranks must be at least 1, got {ranks}")
+    for i, length in enumerate(lengths):
+        if length > max_tokens:
+            raise AlgorithmError(f"lengths[{i}] is {length}, more than max_tokens ({max_tokens})")
     shares = karmarkar_karp(lengths, ranks)
     packed = []
     for share in shares:

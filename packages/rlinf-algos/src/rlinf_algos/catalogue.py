@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from rlinf_algos import _check, entropy, options, policy_losses, preference, returns, value_losses
 from rlinf_algos import advantages as adv
-from rlinf_algos import entropy, options, policy_losses, preference, returns, value_losses
 from rlinf_algos import kl as kl_module
 from rlinf_algos.aggregation import LossSum
 from rlinf_algos.composition import Advantage, AdvantageInputs, Advantages, Loss, LossInputs, as_dict
@@ -125,10 +124,19 @@ def _grouped(function: Callable[..., Tensor], opts: type[Any], source: str, *inp
     return Advantage(compute, opts, inputs, source)
 
 
+def _valid_mask(mask: Tensor, valid: Tensor | None) -> Tensor:
+    """The mask [B, T] without the samples that ``valid`` [B] leaves out."""
+    mask = _check.boolean(mask)
+    if valid is None:
+        return mask
+    if valid.shape != mask.shape[:1]:
+        raise AlgorithmError(f"valid must have shape [B] = [{mask.shape[0]}], got {_check.shape_of(valid)}")
+    return mask & _check.boolean(valid, "valid")[:, None]
+
+
 def _reinforce_pp(given: AdvantageInputs, chosen: options.ReinforcePP) -> Advantages:
     rewards, mask = _given(given.rewards), _given(given.mask)
-    if given.valid is not None:
-        mask = mask & given.valid[:, None].to(mask.dtype)
+    mask = _valid_mask(mask, given.valid)
     result = returns.reinforce_pp_advantage(rewards, mask, kl=given.kl, ranks=given.ranks, **as_dict(chosen))
     return Advantages(result)
 
@@ -148,8 +156,7 @@ def _reinforce_pp_baseline(given: AdvantageInputs, chosen: options.ReinforcePPBa
 
 def _gae(given: AdvantageInputs, chosen: options.GAE) -> Advantages:
     mask = _given(given.mask)
-    if given.valid is not None:
-        mask = mask & given.valid[:, None].to(mask.dtype)
+    mask = _valid_mask(mask, given.valid)
     advantages, targets = returns.gae(
         _given(given.rewards),
         _given(given.values),
@@ -166,8 +173,7 @@ def _gae(given: AdvantageInputs, chosen: options.GAE) -> Advantages:
 
 def _turn_gae(given: AdvantageInputs, chosen: options.GAE) -> Advantages:
     mask, turns = _given(given.mask), _given(given.turns)
-    if given.valid is not None:
-        mask = mask & given.valid[:, None].to(mask.dtype)
+    mask = _valid_mask(mask, given.valid)
     advantages, targets = returns.turn_gae(
         _given(given.rewards), _given(given.values), mask, turns, gamma=chosen.gamma, lam=chosen.lam
     )
@@ -175,7 +181,7 @@ def _turn_gae(given: AdvantageInputs, chosen: options.GAE) -> Advantages:
 
 
 def _whitened(advantages: Tensor, mask: Tensor, given: AdvantageInputs, chosen: options.GAE) -> Tensor:
-    return whiten(advantages, mask.to(torch.bool), group=given.ranks) if chosen.whiten else advantages
+    return whiten(advantages, mask, group=given.ranks) if chosen.whiten else advantages
 
 
 _BY_GROUP = ("rewards", "groups")

@@ -95,7 +95,7 @@ def rollout_correction(
     metrics = dict(rollout_metrics(train_logprobs, rollout_logprobs, mask))
     metrics["rollout_clipped"] = clipped.sum()
     metrics["weight"] = weights.sum()
-    metrics["weight_square"] = weights.double().square().sum()
+    metrics["weight_square"] = _check.precise(weights).square().sum()
     return Correction(weights, kept, metrics)
 
 
@@ -117,7 +117,7 @@ def rollout_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
         "rollout_kl3": torch.where(mask, k3(d), 0.0).sum(),
         "rollout_gap": torch.where(mask, (train.exp() - rollout.exp()).abs(), 0.0).sum(),
         "rollout_weight": weight.sum(),
-        "rollout_weight_square": weight.double().square().sum(),
+        "rollout_weight_square": _check.precise(weight).square().sum(),
     }
 
 

@@ -38,7 +38,7 @@ def entropy_loss(
 
 @dataclass(frozen=True, slots=True)
 class EntropyControl:
-    """Adaptive entropy coefficient (Skywork-OR1, arXiv 2505.22312, section 4).
+    """Adaptive entropy coefficient (Skywork-OR1, arXiv 2505.22312).
 
     Below ``target`` the coefficient grows by ``step`` each update, above it falls by ``step``, between 0 and
     ``maximum``; the bonus is applied only while the entropy is at or below the target (``active``).
@@ -70,7 +70,7 @@ class EntropyControl:
 
 @dataclass(frozen=True, slots=True)
 class KLControl:
-    """Adaptive KL coefficient (Ziegler et al., arXiv 1909.08593, section 2.2).
+    """Adaptive KL coefficient (Ziegler et al., arXiv 1909.08593).
 
     coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
     """

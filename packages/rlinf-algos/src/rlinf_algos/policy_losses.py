@@ -110,7 +110,7 @@ def ppo_clip_loss(
 
     PPO (arXiv 1707.06347, equation 7). ``clip_high > clip_low`` is clip-higher of DAPO (arXiv 2503.14476, equation
     8). With ``dual_clip``
-    = c > 1, for A < 0 also L = min(L, -c A): Ye et al. (arXiv 1912.09729, equation 5).
+    = c > 1, for A < 0 also L = min(L, -c A): Ye et al. (arXiv 1912.09729).
 
     Args:
         logprobs: [B, T] log pi of the sampled tokens; gradients flow to it alone.
@@ -199,7 +199,7 @@ def cispo_loss(
 ) -> LossSum:
     """CISPO: L = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi; no token loses its gradient.
 
-    MiniMax-M1, arXiv 2506.13585, equations 4 and 5. The upper bound of the ratio is ``1 + clip_high``, as in the
+    MiniMax-M1, arXiv 2506.13585. The upper bound of the ratio is ``1 + clip_high``, as in the
     paper.
 
     Args: as ``ppo_clip_loss``.
@@ -236,8 +236,8 @@ def decoupled_ppo_loss(
     """Decoupled PPO for asynchronous training: clip against a recent policy, correct for the one that drew the
     tokens.
 
-    L = (pi_prox / pi_behav) * max(-r A, -clip(r) A), r = pi / pi_prox. Hilton et al. (arXiv 2110.00641, equation 4),
-    as used by AReaL (arXiv 2505.24298, equation 5). With equal policies it is PPO.
+    L = (pi_prox / pi_behav) * max(-r A, -clip(r) A), r = pi / pi_prox. Hilton et al. (arXiv 2110.00641, the decoupled
+    objective), as used by AReaL (arXiv 2505.24298). With equal policies it is PPO.
 
     Args: as ``ppo_clip_loss``.
         proximal_logprobs: [B, T], the policy that the update may not leave (the trainer's weights at the step's

@@ -130,7 +130,7 @@ _ALL = (
     ),
     Preset(
         name="cispo",
-        source="MiniMax-M1, arXiv 2506.13585, section 3.1",
+        source="MiniMax-M1, arXiv 2506.13585",
         note="Token mean, no KL, no lower bound. The paper gives no number for the upper bound; 1 + 4 is this"
         " library's.",
         advantage="group",
@@ -146,7 +146,7 @@ _ALL = (
     ),
     Preset(
         name="ppo_llm",
-        source="Open-Reasoner-Zero, arXiv 2503.24290, section 2",
+        source="Open-Reasoner-Zero, arXiv 2503.24290",
         note="PPO on tokens with gamma = lambda = 1 and no KL; clip 0.2.",
         advantage="gae",
         loss="ppo",
@@ -154,7 +154,7 @@ _ALL = (
     ),
     Preset(
         name="rloo",
-        source="RLOO, arXiv 2402.14740, section 4",
+        source="RLOO, arXiv 2402.14740",
         note="Leave-one-out baseline, plain policy gradient on whole sequences, KL 0.03 in the reward.",
         advantage="rloo",
         loss="policy_gradient",
@@ -165,7 +165,7 @@ _ALL = (
     ),
     Preset(
         name="reinforce_pp",
-        source="REINFORCE++, arXiv 2501.03262, section 3",
+        source="REINFORCE++, arXiv 2501.03262",
         note="KL of the tokens in the reward, whitened over the batch, clip 0.2. The coefficient 0.01 is this"
         " library's.",
         advantage="reinforce_pp",
@@ -177,7 +177,7 @@ _ALL = (
     ),
     Preset(
         name="reinforce_pp_baseline",
-        source="REINFORCE++, arXiv 2501.03262, section 3",
+        source="REINFORCE++, arXiv 2501.03262",
         note="Group mean as the baseline, whitened over the batch; KL as a k2 loss, as the paper argues. The"
         " coefficient 0.001 is"
         " this library's.",
@@ -196,7 +196,7 @@ _ALL = (
     ),
     Preset(
         name="async_ppo",
-        source="AReaL, arXiv 2505.24298, section 5",
+        source="AReaL, arXiv 2505.24298",
         note="Decoupled PPO for stale samples, with group advantages and no critic; clip 0.2. The weight"
         " pi_prox / pi_behav is"
         " capped at 5, this library's number.",

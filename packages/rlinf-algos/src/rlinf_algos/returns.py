@@ -31,7 +31,7 @@ def discounted_scan(x: Tensor, coefficient: float | Tensor) -> Tensor:
     """y_t = x_t + c_t y_{t+1} along the last dimension, y_T = 0.
 
     Args:
-        x: [B, T] float32 or float64.
+        x: [B, T] floating point.
         coefficient: c, one number for all, or [B, T].
 
     Returns:
@@ -39,9 +39,10 @@ def discounted_scan(x: Tensor, coefficient: float | Tensor) -> Tensor:
     """
     _check.floating(x=x)
     _check.ndim(2, "[B, T]", x=x)
+    x = _check.widen(x)
     if isinstance(coefficient, Tensor):
         _check.same_shape(x=x, coefficient=coefficient)
-        return _scan(x, coefficient)
+        return _scan(x, coefficient.to(x.dtype))
     if x.numel() == 0 or coefficient == 0:
         return x.clone()
     # On a GPU, or with a lowered matmul precision, a float32 product is not exact enough.
@@ -290,7 +291,7 @@ def reinforce_pp_advantage(
 ) -> Tensor:
     """REINFORCE++: return-to-go of the reward less the KL penalty, whitened over all tokens of the batch: [B, T].
 
-    Hu et al., arXiv 2501.03262, section 3: A_t = r 1[t is last] - beta sum_{i >= t} KL_i, then (A - mean) / std over
+    Hu et al., arXiv 2501.03262: A_t = r 1[t is last] - beta sum_{i >= t} KL_i, then (A - mean) / std over
     the batch. Needs the whole batch, so it does not stream.
 
     Args:

@@ -54,6 +54,10 @@ class Cost:
         """When 1/parts, 2/parts, … of a portion have left. Only what streams releases before the end."""
         return np.full(parts, float(self.seconds(np.array([devices]), portion, option)[0]))
 
+    def release_table(self, devices: Ints, portion: int, parts: int, option: int) -> Floats:
+        """``release`` for many device counts: one row each."""
+        return np.array([self.release(int(n), portion, parts, option) for n in devices])
+
     def resident(self, devices: Ints) -> Floats:
         """Bytes per device while loaded and idle."""
         whole = np.full(len(devices), float(self.memory.resident))
@@ -148,6 +152,12 @@ class StreamCost(Cost):
     def release(self, devices: int, portion: int, parts: int, option: int) -> Floats:
         count = int(np.ceil(portion / max(devices // self.replica, 1)))
         return self.fixed + streaming.at_parts(self._curve(count, portion, option), parts)
+
+    def release_table(self, devices: Ints, portion: int, parts: int, option: int) -> Floats:
+        """``release`` for many device counts: one row each."""
+        each, back = np.unique(np.ceil(portion / np.maximum(devices // self.replica, 1)).astype(int), return_inverse=True)
+        rows = [streaming.at_parts(self._curve(int(count), portion, option), parts) for count in each]
+        return self.fixed + np.array(rows)[back]
 
     def _curve(self, count: int, portion: int, slots: int) -> tuple[float, ...]:
         if not self.lengths:

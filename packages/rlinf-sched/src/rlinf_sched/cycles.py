@@ -6,16 +6,128 @@ next is inferred.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
 from rlinf_sched.costmodel import Cost, Floats, Memory, SplitCost
-from rlinf_sched.graph import Cycle, Graph, Stage
+from rlinf_sched.graph import Cycle, Graph, GraphError, Stage
+from rlinf_sched.problem import Problem
 
 SUB_BATCHES = (1, 2, 3, 4, 8)
 
 
-def collapse(problem: object) -> object:
-    raise NotImplementedError
+def round_seconds(a: Floats | float, s: Floats | float, k: int) -> Floats:
+    """One round with k sub-batches, of which one takes ``a`` in the first stage and ``s`` in the second."""
+    if k == 1:
+        return np.asarray(a) + np.asarray(s)
+    return np.maximum(k * np.maximum(a, s), np.asarray(a) + np.asarray(s))
+
+
+def collapse(problem: Problem) -> Problem:
+    """The problem with each cycle as one stage that is planned on its own; the same one when there is none."""
+    if not problem.graph.cycles:
+        return problem
+    stages: dict[str, Stage] = {}
+    costs: dict[str, Cost] = {}
+    home = {name: cycle for cycle in problem.graph.cycles for name in cycle.members}
+    for name, stage in problem.graph.stages.items():
+        if name not in home:
+            stages[name], costs[name] = stage, problem.costs[name]
+        elif home[name].name not in stages:
+            cycle = home[name]
+            stages[cycle.name], costs[cycle.name] = _as_stage(problem, cycle)
+    renamed = {name: cycle.name for name, cycle in home.items()}
+    edges = {(renamed.get(a, a), renamed.get(b, b)): None for a, b in problem.graph.edges}
+    inputs = {renamed.get(name, name): None for name in problem.graph.inputs}
+    graph = Graph(stages, tuple(e for e in edges if e[0] != e[1]), (), tuple(inputs), problem.graph.flow)
+    return replace(problem, graph=graph, costs=costs)
+
+
+def _as_stage(problem: Problem, cycle: Cycle) -> tuple[Stage, Cost]:
+    one, two = (problem.graph.stages[name] for name in cycle.members)
+    first, second = problem.costs[one.name], problem.costs[two.name]
+    strict = max((one, two), key=lambda stage: ("item", "group", "batch").index(stage.barrier))
+    sizes = [c for c in problem.sizes() if strict.takes(c, problem.items)]
+    table, splits = {}, {}
+    for c in sizes:
+        *table_c, splits[c] = _table(problem, cycle, c)
+        table[c] = (table_c[0], table_c[1], table_c[2])
+    usable = np.any([np.isfinite(seconds) for seconds, _, _ in table.values()], axis=0)
+    counts = tuple(int(n) for n in np.flatnonzero(usable))
+    if not counts:
+        raise GraphError(
+            f"the cycle of {one.name!r} and {two.name!r} fits on no split of {problem.devices} devices: their counts "
+            "or their memory do not go together"
+        )
+    together = sum if cycle.collocate else max
+    cost = SplitCost(
+        memory=Memory(remainder=together([first.memory.remainder, second.memory.remainder])),
+        load=together([first.load, second.load]),
+        offload=together([first.offload, second.offload]),
+        error=max(first.error, second.error),
+        table=table,
+        splits=splits,
+    )
+    device = one.device or two.device
+    stage = Stage(
+        cycle.name,
+        barrier=strict.barrier,
+        group=strict.group,
+        device=device,
+        counts=tuple(n for n in counts if n) if device else None,
+        swappable=one.swappable and two.swappable,
+    )
+    return stage, cost
+
+
+def _table(
+    problem: Problem, cycle: Cycle, portion: int
+) -> tuple[Floats, Floats, Floats, tuple[tuple[int, int, int], ...]]:
+    """By device count 0 … N: seconds, bytes held, bytes at work, and how it is split (no count above what is needed
+    is used: more devices never make it slower)."""
+    size = problem.devices + 1
+    best, held, peak = np.full(size, np.inf), np.zeros(size), np.zeros(size)
+    how = [(0, 0, 0)] * size
+
+    def offer(n: int, seconds: float, keep: float, work: float, split: tuple[int, int, int]) -> None:
+        if seconds < best[n] and keep <= problem.device_bytes and work <= problem.device_bytes:
+            best[n], held[n], peak[n], how[n] = seconds, keep, work, split
+
+    one, two = (problem.graph.stages[name] for name in cycle.members)
+    accepted = [stage.accepted(problem.devices) for stage in (one, two)]
+    for k in SUB_BATCHES:
+        if portion % k:
+            continue
+        (ta, ka, wa), (tb, kb, wb) = (_columns(problem, stage, portion // k) for stage in (one, two))
+        counts_b = np.array(accepted[1])
+        for i, na in enumerate(accepted[0]):
+            room = counts_b <= problem.devices - na
+            total = cycle.rounds * round_seconds(ta[i], tb[room], k)
+            for j in np.flatnonzero(total < best[na + counts_b[room]]):
+                nb = int(counts_b[j])
+                offer(na + nb, float(total[j]), max(ka[i], kb[j]), max(wa[i], wb[j]), (na, nb, k))
+        if k == 1 and cycle.collocate:
+            for n in sorted(set(accepted[0]) & set(accepted[1])):
+                i, j = accepted[0].index(n), accepted[1].index(n)
+                keep = float(ka[i] + kb[j])
+                work = float(keep + max(wa[i] - ka[i], wb[j] - kb[j]))
+                offer(n, float(cycle.rounds * (ta[i] + tb[j])), keep, work, (n, n, 0))
+    for n in range(1, size):
+        if best[n - 1] <= best[n]:
+            best[n], held[n], peak[n], how[n] = best[n - 1], held[n - 1], peak[n - 1], how[n - 1]
+    return best, held, peak, tuple(how)
+
+
+def _columns(problem: Problem, stage: Stage, portion: int) -> tuple[Floats, Floats, Floats]:
+    """Seconds, bytes held and bytes at work by accepted count, with the fastest option that fits."""
+    cost = problem.costs[stage.name]
+    counts = problem.evaluated(stage, stage.accepted(problem.devices))
+    held = cost.resident(counts) if stage.device else np.zeros(len(counts))
+    seconds, peak = np.full(len(counts), np.inf), held.copy()
+    for option in cost.options(portion):
+        time = cost.seconds(counts, portion, option)
+        work = held + cost.working(counts, portion, option) if stage.device else held
+        better = (time < seconds) & (work <= problem.device_bytes)
+        seconds[better], peak[better] = time[better], work[better]
+    return seconds, held, peak

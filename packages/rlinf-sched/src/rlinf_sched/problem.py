@@ -102,11 +102,5 @@ class Problem:
                 f"bytes and a device has {self.device_bytes:.4g}, {held - self.device_bytes:.4g} bytes short"
             )
 
-    def collapsed(self) -> Problem:
-        """The same with every cycle as one stage, planned on its own."""
-        from rlinf_sched.cycles import collapse
-
-        return collapse(self) if self.graph.cycles else self
-
     def with_devices(self, devices: int) -> Problem:
         return replace(self, devices=devices)

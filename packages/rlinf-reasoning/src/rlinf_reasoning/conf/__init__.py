@@ -49,17 +49,24 @@ class Jsonl:
 
 @dataclass
 class Reward:
-    """Settings that every reward has. Rewards other than ``exact`` run in processes of their own."""
+    """Settings that every reward has."""
 
     name: str = _key("exact", "reward function")
     on_error: str = _key("fail", "an item that cannot be scored: stop the run, drop it, or score 0", choices=ON_ERROR)
+
+
+@dataclass
+class IsolatedReward(Reward):
+    """A reward that runs in processes of its own, which can be killed."""
+
+    name: str = _key("math", "reward function")
     timeout_s: float = _key(5.0, "limit of one item", min=0.01)
     processes: int = _key(1, "processes that score, per rank", min=1)
     memory_mb: int = _key(4096, "address-space limit of one process; 0 for none", min=0)
 
 
 @dataclass
-class FunctionReward(Reward):
+class FunctionReward(IsolatedReward):
     """A reward function of your own."""
 
     name: str = _key("function", "reward function")
@@ -132,6 +139,6 @@ SCHEMAS: dict[str, type] = {
     "task/reasoning_gym": ReasoningGym,
     "task/jsonl": Jsonl,
     "reward/exact": Reward,
-    "reward/math": Reward,
+    "reward/math": IsolatedReward,
     "reward/function": FunctionReward,
 }

@@ -46,7 +46,7 @@ class Actor(Worker):
         """Supervised training on problems with answers; see ``training.WarmStart``."""
         with self.on_device():
             phase = self._training.WarmStart(self.trainer, self.cfg, self.parallel, self.seed)
-            return phase(problems, self.log.info)
+            return phase(problems, self.log.info if self.rank == 0 else lambda text: None)
 
     @task
     def train(self, scored: In[Sample]) -> dict[str, float]:

@@ -1,0 +1,245 @@
+"""From a problem to a plan: the best tree of each family, the choice among near ties, and why.
+
+A coarse search over few device counts gives incumbents, a second one around them better ones, and the last one over
+all counts is exact, bounded by them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlinf_sched.cycles import collapse
+from rlinf_sched.graph import SchedError
+from rlinf_sched.problem import Problem
+from rlinf_sched.search import NAMES, Search
+from rlinf_sched.simulator import Run, simulate
+from rlinf_sched.tree import Leaf, Node, Parallel, Pipe, Price, devices, family, leaves, price, sides, switches
+
+COARSE = 16
+"""Device counts of a stage up to which the first search is left out."""
+BINDING = 64
+"""Device counts of a stage that are considered where memory binds; on more devices they are thinned out."""
+CAP = 12
+"""Points for one device count where memory binds and the search is not small enough to keep all."""
+TIE = 0.01
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan: ``seconds`` as priced, ``rescored`` as simulated with drawn lengths (mean over seeds; equal to
+    ``seconds`` where nothing is random)."""
+
+    family: str
+    tree: Node
+    seconds: float
+    rescored: float
+    price: Price
+    switches: int
+    run: Run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``best``: the chosen candidate. ``families``: the best of each, the fastest first. ``tie``: relative difference
+    below which plans count as equal. ``exact``: no device count and no point was left out. ``problem``: what was
+    planned, cycles as one stage each."""
+
+    best: Candidate
+    families: Mapping[str, Candidate]
+    tie: float
+    exact: bool
+    close: bool
+    problem: Problem
+    original: Problem
+    search_seconds: float
+
+
+def plan(problem: Problem, *, seeds: int = 3) -> Plan:
+    """The plan with the least predicted time. Raises SchedError when there is none, naming what does not fit."""
+    began = time.perf_counter()
+    problem.validate()
+    original, problem = problem, collapse(problem)
+    binding = memory_binds(problem)
+    counts, thinned = _counts(problem, binding)
+    tie = max(TIE, *(cost.error for cost in problem.costs.values()))
+    found, cut = _search(problem, counts, binding, tie)
+    if not any(found.values()):
+        raise SchedError(_nothing(problem))
+    families: dict[str, Candidate] = {}
+    near: list[Candidate] = []
+    for kind, trees in found.items():
+        close = [_candidate(problem, tree, seeds) for _, tree in _near(trees, tie)]
+        families[NAMES[kind]] = min(close, key=lambda c: (c.rescored, c.seconds))
+        near += close
+    least = min(c.rescored for c in near)
+    equal = [c for c in near if c.rescored <= least * (1 + tie)]
+    best = min(equal, key=lambda c: _preference(c, problem))
+    families[best.family] = best
+    families = dict(sorted(families.items(), key=lambda item: item[1].rescored))
+    rivals = [c for name, c in families.items() if name != best.family]
+    close_call = any(c.rescored <= best.rescored * (1 + tie) for c in rivals)
+    took = time.perf_counter() - began
+    return Plan(best, families, tie, not thinned and not cut, close_call, problem, original, took)
+
+
+def memory_binds(problem: Problem) -> bool:
+    """Whether it could matter: all stages loaded and at work at once do not fit on one device."""
+    total = 0.0
+    for name, stage in problem.graph.stages.items():
+        if stage.device and math.isfinite(problem.device_bytes):
+            cost = problem.costs[name]
+            counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
+            sizes = [c for c in problem.sizes() if stage.takes(c, problem.items)]
+            total += max(
+                (
+                    float((cost.resident(counts) + cost.working(counts, size, option)).max())
+                    for size in sizes
+                    for option in cost.options(size)
+                ),
+                default=0.0,
+            )
+    return total > problem.device_bytes
+
+
+def _counts(problem: Problem, binding: bool) -> tuple[dict[str, tuple[int, ...]], bool]:
+    accepted = {name: stage.accepted(problem.devices) for name, stage in problem.graph.stages.items()}
+    if not binding:
+        return accepted, False
+    thin = {name: _thin(all_of, BINDING) for name, all_of in accepted.items()}
+    return thin, thin != accepted
+
+
+def _thin(counts: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """About ``most`` of the counts, evenly over their range, the round ones (multiples of powers of two) first."""
+    if len(counts) <= most:
+        return counts
+    step = 2 ** math.ceil(math.log2(counts[-1] / most))
+    kept = {n for n in counts if n % step == 0} | {counts[0], counts[-1]}
+    kept |= {n for n in counts if n & (n - 1) == 0}
+    return tuple(sorted(kept))
+
+
+def _search(
+    problem: Problem, counts: dict[str, tuple[int, ...]], binding: bool, tie: float
+) -> tuple[dict[int, list[tuple[float, Node]]], bool]:
+    many = max(len(some) for some in counts.values())
+    small = many <= 8 and len(counts) <= 4
+    cap = None if small else CAP
+    if many <= COARSE:
+        search = Search(problem, counts, {}, binding, cap)
+        return search.run(), search.cut
+    coarse = Search(problem, {name: _thin(some, COARSE) for name, some in counts.items()}, {}, binding, CAP).run()
+    if not coarse:
+        search = Search(problem, counts, {}, binding, cap)
+        return search.run(), search.cut
+    for width in (0.12, 0.03):
+        some = {name: _around(counts[name], coarse, name, width) for name in counts}
+        finer = Search(problem, some, _upper(coarse, 0.0), binding, CAP).run()
+        coarse = {kind: finer.get(kind) or trees for kind, trees in coarse.items()}
+    search = Search(problem, counts, _upper(coarse, tie), binding, cap)
+    found = search.run()
+    return {kind: found.get(kind) or trees for kind, trees in coarse.items()}, search.cut
+
+
+def _upper(found: Mapping[int, list[tuple[float, Node]]], tie: float) -> dict[int, float]:
+    """Seconds that a plan of each kind may take: what is reached, and for the losers no more than 1.5 times the best.
+    A family that is further behind keeps the plan that the coarser search found."""
+    best = min(trees[0][0] for trees in found.values() if trees)
+    return {kind: min(trees[0][0], 1.5 * best) * (1 + tie + 1e-9) for kind, trees in found.items() if trees}
+
+
+def _around(
+    counts: tuple[int, ...], found: Mapping[int, list[tuple[float, Node]]], name: str, width: float
+) -> tuple[int, ...]:
+    """Counts near those that the best plans give the stage."""
+    chosen = {leaf.devices for trees in found.values() for leaf in leaves(trees[0][1]) if leaf.stage == name}
+    kept: set[int] = set(chosen)
+    for n in chosen:
+        band = [m for m in counts if abs(m - n) <= max(width * n, 2)]
+        kept.update(band[:: max(1, len(band) // 12)])
+    return tuple(sorted(kept & set(counts)))
+
+
+def _near(trees: list[tuple[float, Node]], tie: float) -> list[tuple[float, Node]]:
+    least = trees[0][0]
+    return [pair for pair in trees if pair[0] <= least * (1 + tie)][:8]
+
+
+def _candidate(problem: Problem, tree: Node, seeds: int) -> Candidate:
+    found = price(tree, problem.items, problem)
+    run = simulate(tree, problem)
+    rescored = run.seconds
+    if seeds and any(problem.costs[leaf.stage].streams for leaf in leaves(tree)):
+        rescored = float(np.mean([simulate(tree, problem, seed=seed).seconds for seed in range(seeds)]))
+    loads = switches(tree, problem.items, problem.items)
+    return Candidate(family(tree), tree, found.latency, rescored, found, loads, run)
+
+
+def _preference(c: Candidate, problem: Problem) -> tuple[float, ...]:
+    """Among ties: fewer switches, larger portion, lower peak, node-aligned, then the faster."""
+    return (
+        c.switches,
+        -smallest_portion(c.tree, problem.items),
+        c.price.peak,
+        misaligned(c.tree, problem.node),
+        c.rescored,
+    )
+
+
+def smallest_portion(node: Node, portion: int) -> int:
+    """The smallest portion that passes anywhere in the tree."""
+    if isinstance(node, Leaf):
+        return portion
+    inner = node.portion if isinstance(node, Pipe) else portion
+    return min(inner, *(smallest_portion(side, inner) for side in sides(node)))
+
+
+def misaligned(node: Node, size: int, first: int = 0) -> int:
+    """Leaves that begin or end inside a node of ``size`` devices, beyond what their number forces."""
+    if isinstance(node, Leaf):
+        crosses = node.devices and first // size != (first + node.devices - 1) // size
+        return int(bool(crosses and (first % size or node.devices % size)))
+    one, other = sides(node)
+    shift = devices(one) if isinstance(node, Pipe | Parallel) else 0
+    return misaligned(one, size, first) + misaligned(other, size, first + shift)
+
+
+def _nothing(problem: Problem) -> str:
+    """Why there is no plan, by name."""
+    need: list[tuple[float, str]] = []
+    for name, stage in problem.graph.stages.items():
+        if not stage.device:
+            continue
+        cost = problem.costs[name]
+        counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
+        size = min((c for c in problem.sizes() if stage.takes(c, problem.items)), default=problem.items)
+        work = min(float((cost.resident(counts) + cost.working(counts, size, o)).min()) for o in cost.options(size))
+        held = float(np.minimum(cost.memory.remainder, cost.resident(counts)).min())
+        need.append((work if stage.swappable else work, name))
+        need[-1] = (work - (held if stage.swappable else float(cost.resident(counts).min())), name)
+    if not math.isfinite(problem.device_bytes):
+        return "no portion is allowed by all barriers; give other portions, or a number of items that divides"
+    rest = 0.0
+    for name, stage in problem.graph.stages.items():
+        if stage.device:
+            counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
+            whole = problem.costs[name].resident(counts)
+            keeps = np.minimum(problem.costs[name].memory.remainder, whole) if stage.swappable else whole
+            rest += float(keeps.min())
+    most, name = max(need)
+    short = most + rest - problem.device_bytes
+    if short > 0:
+        return (
+            f"stage {name!r} does not fit beside the others on {problem.devices} devices: it needs {most + rest:.4g} "
+            f"bytes on device 0 with what the others leave there, and a device has {problem.device_bytes:.4g}: "
+            f"{short:.4g} bytes short; let the others be offloaded, or give more devices"
+        )
+    return (
+        f"no plan fits on {problem.devices} devices of {problem.device_bytes:.4g} bytes with {problem.host_bytes:.4g} "
+        f"bytes of host memory for each; stage {name!r} needs most on device 0; give more host memory or devices"
+    )
