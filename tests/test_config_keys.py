@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
+
 from rlinf_core import compose
 from rlinf_core.cluster import SLOT
 from rlinf_core.runner import run

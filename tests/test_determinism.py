@@ -95,7 +95,10 @@ def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path) -> None:
 
 
 def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path: Path) -> None:
-    runs = {name: result(tmp_path / str(i), "model.dtype=float64", *l) for i, (name, l) in enumerate(LAYOUTS.items())}
+    runs = {
+        name: result(tmp_path / str(i), "model.dtype=float64", *layout)
+        for i, (name, layout) in enumerate(LAYOUTS.items())
+    }
     reference = runs["temporal, one rank"]
     assert len(reference[1]) == 3 * 8 * 4
     rewards = [sample["reward"] for sample in reference[1].values()]

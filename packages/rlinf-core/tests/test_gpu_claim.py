@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+
 from rlinf_core.cluster import connect
 
 pytestmark = pytest.mark.ray

@@ -52,7 +52,7 @@ class Rig:
         self.do(ev.JoinReader(self._req, "t", rank, A, B, **kw))
         return self._req
 
-    def got(self, req: int) -> list[tuple[object, object]]:
+    def got(self, req: object) -> list[tuple[object, object]]:
         answer = self.answers[req]
         assert isinstance(answer, ev.DeliverJoined), answer
         return [(a.descriptor, b.descriptor) for a, b in answer.pairs]
@@ -153,6 +153,23 @@ def test_credit_comes_back_when_pairs_are_handed_out() -> None:
     rig.put(B, "1")
     assert rig.got(rig.join()) == [("a:1", "b:1")]
     assert second in rig.answers
+
+
+def test_a_pair_frees_credit_on_both_sides() -> None:
+    rig = Rig(max_items=2)
+    rig.do(ev.OpenChannel("s:c", STEP, max_items=2))
+    for group in ("t", "u"):
+        rig.do(ev.AddReader("s:c", group))
+    rig.do(ev.AddWriter("s:c", "z[0]#0"))
+    rig.do(ev.JoinReader("j", "t", 0, "s:c", B))
+    for name in "123":
+        rig.do(ev.Put(name, "z[0]#0", "s:c", (Item(name, ids=(name,)),)))
+        if name == "1":
+            rig.do(ev.Get("g", "s:c", "u"))
+    assert "3" not in rig.answers, "u is at work and has 2 to take"
+    rig.put(B, "1")
+    assert rig.got("j") == [("1", "b:1")]
+    assert "3" in rig.answers, "1 went to both groups"
 
 
 @pytest.mark.parametrize(("by", "text"), [("id", "no sample id"), ("group", "no group")])

@@ -14,7 +14,7 @@ ROWS = [
     {"step": 0, "phase": "evaluate", "accuracy": 0.25},
     {"step": 0, "phase": "train", "reward/mean": 0.1, "time/generate_s": 2.0, "time/step_s": 3.0, "non_finite": ["kl"]},
     {"step": 1, "phase": "train", "reward/mean": None, "time/generate_s": 1.0, "time/train_s": 0.5},
-    {"step": 2, "phase": "train", "reward/mean": 0.3, "response/length_mean": 4.0},
+    {"step": 2, "phase": "train", "reward/mean": 0.3, "response/length": 4.0},
     {"step": 3, "phase": "evaluate", "accuracy": 0.75},
 ]
 

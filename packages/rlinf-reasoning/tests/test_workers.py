@@ -189,10 +189,10 @@ def test_exact_reward_is_scored_in_place_and_evaluation_uses_samples_up(tmp_path
     assert made.scorer.pool is None
     metrics = made.evaluate(Items([sample(0, "1 ", "1"), sample(1, "2", "1")], [sample(2, "1", "1")]))
     assert metrics == {
-        "eval/accuracy": pytest.approx(2 / 3),
-        "eval/problems": 3.0,
-        "eval/response_length": 2.0,
-        "eval/truncated": 0.0,
+        "accuracy": pytest.approx(2 / 3),
+        "problems": 3.0,
+        "response/length": 2.0,
+        "response/truncated": 0.0,
     }
     assert [ids for _, ids, _ in made._ctx.accounted] == [("p/0", "p/1"), ("p/2",)]
     made.teardown()

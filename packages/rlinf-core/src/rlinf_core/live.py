@@ -220,10 +220,8 @@ class LiveStep(Step):
             values = [v for v in handle.wait() if v]
             for value in values:
                 if not isinstance(value, dict):
-                    raise TraceError(
-                        f"{handle._state.group}.{handle._state.task}() is reported but returned a {type(value).__name__}, "
-                        "not a dict of numbers"
-                    )
+                    task = f"{handle._state.group}.{handle._state.task}()"
+                    raise TraceError(f"{task} is reported but returned a {type(value).__name__}, not a dict of numbers")
             for name in dict.fromkeys(n for v in values for n in v):
                 numbers = [float(v[name]) for v in values if name in v]
                 merged[name] = sum(numbers) / (len(numbers) if reduce == "mean" else 1)

@@ -54,7 +54,7 @@ def stage_series(rows: Sequence[dict[str, Any]], phase: str = "train") -> tuple[
 def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
     """Draw reward, accuracy, response length and stage times of a run into ``run_dir/name``; returns the path.
 
-    Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length_mean``, ``time/<stage>_s``; and phase
+    Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length``, ``time/<stage>_s``; and phase
     ``evaluate``: ``accuracy``. What a run did not log stays an empty panel that says so. Raises RLinfError when there
     are no metrics to draw.
     """
@@ -72,7 +72,7 @@ def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
     axes = figure.subplots(2, 2)
     _curve(axes[0][0], "Reward (mean per step)", series(rows, "train", "reward/mean"))
     _accuracy(axes[0][1], rows)
-    _curve(axes[1][0], "Response length (tokens, mean)", series(rows, "train", "response/length_mean"))
+    _curve(axes[1][0], "Response length (tokens, mean)", series(rows, "train", "response/length"))
     _stages(axes[1][1], *stage_series(rows))
     figure.suptitle("/".join(folder.resolve().parts[-3:]), fontsize=10, color=MUTED, x=0.01, ha="left")
     path = folder / name

@@ -41,8 +41,8 @@ class Sample:
 
     ``id`` is ``f"{group}/{index}"`` where ``group`` is the prompt's id. ``response_ids`` are the token
     ids as sampled (R, never decoded and re-encoded), ``logprobs`` (R) the behaviour log-probabilities of
-    those tokens at the sampling temperature, ``versions`` (R) the policy version that drew each. The end
-    token, when drawn, is the last entry of ``response_ids`` and ``finish_reason`` is ``"stop"``; it is
+    those tokens at the sampling temperature (at temperature 1 when decoded greedily), ``versions`` (R) the
+    policy version that drew each. The end token, when drawn, is the last entry of ``response_ids`` and ``finish_reason`` is ``"stop"``; it is
     ``"length"`` when the limit cut the response. ``reward`` is ``None`` until scored, and stays ``None``
     when it could not be computed (``info`` then says why).
     """
@@ -171,7 +171,10 @@ class Trainer(Protocol):
         """Reduce over ranks, divide by ``count`` (the global one), clip, update, zero the gradients."""
 
     def reduce(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over ranks (collective)."""
+        """Sum each value over ranks, in rank order (collective); ranks may give different names."""
+
+    def restart_optimizer(self, cfg: Any) -> None:
+        """Begin a new phase with the weights as they are: fresh optimizer state and schedule from ``cfg``."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters under their Hugging Face names."""

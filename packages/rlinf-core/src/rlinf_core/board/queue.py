@@ -95,6 +95,7 @@ class ReaderQueue:
         self._groups: dict[str, _Group] = {}
         self._complete: dict[str, None] = {}
         self._handed_groups: set[str] = set()
+        self._ungrouped = 0
         self._announced: dict[str, set[str]] = {}
         self._shards: list[deque[tuple[_Spec, Atom]]] = [deque() for _ in range(ranks)]
         self._fair: int | None = None
@@ -130,6 +131,7 @@ class ReaderQueue:
             record.uids[entry.uid] = None
             self._settle(entry.group, record)
         self._entries[entry.uid] = entry
+        self._ungrouped += entry.group is None
         self._by_key.setdefault(entry.key, {})[entry.uid] = None
 
     def note_dropped(self, ids: Iterable[tuple[str, str]]) -> None:
@@ -201,7 +203,7 @@ class ReaderQueue:
 
     def _pick(self, want: Want) -> list[Atom] | None:
         """Atoms for a portion or weight request of the whole group; ``[]`` at the end, ``None`` to wait."""
-        if self.barrier == "batch" and not self.ended:
+        if not self.ended and (self.barrier == "batch" or self._nothing_whole()):
             return None
         if want.mode == "weight":
             return pick_weight(self._atoms(want.key), want.weight, self.ended)
@@ -289,6 +291,10 @@ class ReaderQueue:
 
     # ------------------------------------------------------------ bookkeeping
 
+    def _nothing_whole(self) -> bool:
+        """Spares a walk over the queue at every put while all groups are still incomplete."""
+        return self.barrier == "group" and not self._complete and not self._ungrouped
+
     def _uids(self, key: Hashable | None) -> Iterable[int]:
         return self._entries if key is ANY else self._by_key.get(key, ())
 
@@ -327,6 +333,7 @@ class ReaderQueue:
 
     def _pop(self, entry: Entry) -> None:
         del self._entries[entry.uid]
+        self._ungrouped -= entry.group is None
         keyed = self._by_key[entry.key]
         del keyed[entry.uid]
         if not keyed:

@@ -29,7 +29,8 @@ class ClusterConfig:
         default=300.0, metadata={"min": 0.1, "help": "longest time for a group to become ready"}
     )
     stall_timeout_s: float = field(
-        default=600.0, metadata={"min": 0.1, "help": "longest time without any progress before the run fails"}
+        default=1800.0,
+        metadata={"min": 0.1, "help": "longest time without a word from any worker before the run fails"},
     )
 
 

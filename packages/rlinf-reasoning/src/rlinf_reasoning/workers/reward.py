@@ -41,8 +41,8 @@ class Reward(Worker):
     def evaluate(self, samples: In[Sample]) -> dict[str, float]:
         """Score the samples of an evaluation and use them up.
 
-        Returns ``eval/accuracy`` (mean reward; what could not be scored counts as 0), ``eval/problems``,
-        ``eval/response_length`` (tokens) and ``eval/truncated`` (share cut by the limit).
+        Returns ``accuracy`` (mean reward; what could not be scored counts as 0), ``problems``,
+        ``response/length`` (tokens) and ``response/truncated`` (share cut by the limit).
         """
         count = length = truncated = 0
         total = 0.0
@@ -56,10 +56,10 @@ class Reward(Worker):
             self.trained(portion)
         shares = max(count, 1)
         return {
-            "eval/accuracy": total / shares,
-            "eval/problems": float(count),
-            "eval/response_length": length / shares,
-            "eval/truncated": truncated / shares,
+            "accuracy": total / shares,
+            "problems": float(count),
+            "response/length": length / shares,
+            "response/truncated": truncated / shares,
         }
 
     def _score(self, samples: list[Sample]) -> int:
