@@ -42,7 +42,8 @@ class Sample:
     ``id`` is ``f"{group}/{index}"`` where ``group`` is the prompt's id. ``response_ids`` are the token
     ids as sampled (R, never decoded and re-encoded), ``logprobs`` (R) the behaviour log-probabilities of
     those tokens at the sampling temperature (at temperature 1 when decoded greedily), ``versions`` (R) the
-    policy version that drew each. The end token, when drawn, is the last entry of ``response_ids`` and ``finish_reason`` is ``"stop"``; it is
+    policy version that drew each. The end token, when drawn, is the last entry of ``response_ids`` and
+    ``finish_reason`` is ``"stop"``; it is
     ``"length"`` when the limit cut the response. ``reward`` is ``None`` until scored, and stays ``None``
     when it could not be computed (``info`` then says why).
     """
