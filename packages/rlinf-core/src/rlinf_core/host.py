@@ -172,7 +172,7 @@ class Host:
         if not spec.in_process:
             sys.stdout = _LineForwarder(self.client, spec.member, "stdout")
             sys.stderr = _LineForwarder(self.client, spec.member, "stderr")
-            logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+            logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
             logging.getLogger("rlinf").setLevel(logging.INFO)
         try:
             while True:

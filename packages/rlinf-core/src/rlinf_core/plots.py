@@ -25,9 +25,12 @@ STAGE_COLOURS = ("#2563a8", "#e0a030", "#3f8f5f", "#b04a5a", "#7a5ea8", "#5aa7b8
 
 
 def series(rows: Sequence[dict[str, Any]], phase: str, metric: str) -> Points:
-    """(steps, values) of one metric in one phase; steps where it is absent or null are left out."""
+    """(steps, values) of one metric in one phase; steps where it is absent or null are left out.
+
+    A phase other than ``train`` is placed by ``train/steps``, the training steps done before it.
+    """
     points = [
-        (float(row["step"]), float(row[metric]))
+        (float(row.get("train/steps", row["step"])), float(row[metric]))
         for row in rows
         if row.get("phase") == phase and isinstance(row.get(metric), int | float)
     ]

@@ -23,6 +23,10 @@ from rlinf_core.progress import Progress
 from rlinf_core.rundir import RunDirectory
 from rlinf_core.runtime import CallState, Runtime
 
+TRAIN = "train"
+"""The phase whose steps count as training steps (the default of ``flow.steps``)."""
+_HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
+
 
 class RunListener:
     """Writes what the flow does into the run directory and onto the progress line."""
@@ -31,6 +35,7 @@ class RunListener:
         self._directory = directory
         self._progress = progress
         self._phase = ""
+        self._trained_steps = 0
         self.summary: dict[str, Any] = {}
 
     def step_begins(self, step: LiveStep) -> None:
@@ -39,6 +44,10 @@ class RunListener:
             self._progress.phase(step.phase, step.total)
 
     def step_done(self, step: LiveStep, dropped: Mapping[str, str]) -> None:
+        if step.phase == TRAIN:
+            self._trained_steps += 1
+        else:
+            step.metrics["train/steps"] = float(self._trained_steps)
         self._directory.log(step.index, step.phase, step.metrics)
         self._progress.step(step.index + 1, step.metrics)
         reasons: dict[str, int] = {}
@@ -55,7 +64,7 @@ class RunListener:
 
     def record(self, name: str, metrics: Mapping[str, float]) -> None:
         self.summary[name] = dict(metrics)
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(("time/", "wait/", "device/")))
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(_HIDDEN))
         self._progress.note(f"{name}: {shown}")
 
     def log(self, message: Log) -> None:
