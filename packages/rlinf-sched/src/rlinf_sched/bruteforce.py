@@ -7,7 +7,9 @@ two numbers, both read off a timeline, since that is what the planner promises.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
@@ -19,66 +21,74 @@ _LONG = 12
 
 def every_tree(problem: Problem) -> Iterator[Node]:
     """All plan trees of the problem, without regard to memory."""
-    names = tuple(problem.graph.stages)
+    every = _Every(problem)
     for count in range(problem.devices + 1):
-        yield from _trees(problem, frozenset(names), count, problem.items)
+        yield from every.trees(frozenset(problem.graph.stages), count, problem.items)
 
 
 def brute_force(problem: Problem) -> dict[str, float]:
     """Seconds of the best plan of each family that fits, by family name."""
     best: dict[str, float] = {}
     for tree in every_tree(problem):
-        if not _fits(tree, problem):
-            continue
         seconds = through(tree, [0.0], problem.items, problem)[0]
         kind = family(tree)
-        if seconds < best.get(kind, float("inf")):
+        if seconds < best.get(kind, float("inf")) and _fits(tree, problem):
             best[kind] = seconds
     return best
 
 
-def _trees(problem: Problem, part: frozenset[str], count: int, portion: int) -> Iterator[Node]:
-    """Trees that use exactly ``count`` devices."""
-    if len(part) == 1:
+class _Every:
+    """Enumerates; what was enumerated for a part, a device count and a portion is kept."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.kept: dict[tuple[frozenset[str], int, int], list[Node]] = {}
+        # Where memory has no limit, a swap only adds time.
+        self.swaps = (0, 1, 2, 3) if math.isfinite(problem.device_bytes) else (0,)
+
+    def trees(self, part: frozenset[str], count: int, portion: int) -> list[Node]:
+        """Trees that use exactly ``count`` devices."""
+        key = part, count, portion
+        if key not in self.kept:
+            self.kept[key] = list(self._leaves(*key) if len(part) == 1 else self._joined(*key))
+        return self.kept[key]
+
+    def _leaves(self, part: frozenset[str], count: int, portion: int) -> Iterator[Node]:
         (name,) = part
-        stage = problem.graph.stages[name]
-        if count in stage.accepted(problem.devices) and stage.takes(portion, problem.items):
-            for option in problem.costs[name].options(portion):
+        stage = self.problem.graph.stages[name]
+        if count in stage.accepted(self.problem.devices) and stage.takes(portion, self.problem.items):
+            for option in self.problem.costs[name].options(portion):
                 yield Leaf(name, count, portion, option)
-        return
-    for up in _subsets(part):
-        down = part - up
-        if any(a in down and b in up for a, b in problem.graph.edges):
-            continue
-        joined = any(a in up and b in down for a, b in problem.graph.edges)
-        if not joined and min(part) not in up:
-            continue
-        for mine in range(count + 1):
-            if joined:
-                for inner in problem.sizes():
-                    if inner <= portion and portion % inner == 0:
-                        for one in _upstream(problem, up, mine, portion, inner):
-                            for other in _trees(problem, down, count - mine, inner):
-                                yield Pipe(one, other, inner)
-            else:
-                for one in _trees(problem, up, mine, portion):
-                    for other in _trees(problem, down, count - mine, portion):
-                        yield Parallel(one, other)
-        if count == 0:
-            continue
-        for a in range(1, count + 1):
-            for b in range(1, count + 1):
+
+    def _joined(self, part: frozenset[str], count: int, portion: int) -> Iterator[Node]:
+        edges = self.problem.graph.edges
+        for up in _subsets(part):
+            down = part - up
+            if any(a in down and b in up for a, b in edges):
+                continue
+            joined = any(a in up and b in down for a, b in edges)
+            if not joined and min(part) not in up:
+                continue
+            for mine in range(count + 1):
+                if joined:
+                    yield from self._pipes(up, down, mine, count - mine, portion)
+                else:
+                    pairs = product(self.trees(up, mine, portion), self.trees(down, count - mine, portion))
+                    yield from (Parallel(one, other) for one, other in pairs)
+            for a, b in product(range(1, count + 1), repeat=2):
                 if max(a, b) == count:
-                    for one in _trees(problem, up, a, portion):
-                        for other in _trees(problem, down, b, portion):
-                            for swap in range(4):
-                                yield Share(one, other, swap in (1, 3), swap in (2, 3))
+                    for one, other in product(self.trees(up, a, portion), self.trees(down, b, portion)):
+                        for swap in self.swaps:
+                            yield Share(one, other, swap in (1, 3), swap in (2, 3))
 
-
-def _upstream(problem: Problem, up: frozenset[str], count: int, portion: int, inner: int) -> Iterator[Node]:
-    yield from _trees(problem, up, count, inner)
-    if inner != portion and len(up) == 1 and problem.costs[next(iter(up))].streams:
-        yield from _trees(problem, up, count, portion)
+    def _pipes(self, up: frozenset[str], down: frozenset[str], a: int, b: int, portion: int) -> Iterator[Node]:
+        for inner in self.problem.sizes():
+            if inner > portion or portion % inner:
+                continue
+            before = list(self.trees(up, a, inner))
+            if inner != portion and len(up) == 1 and self.problem.costs[next(iter(up))].streams:
+                before += self.trees(up, a, portion)
+            yield from (Pipe(one, other, inner) for one, other in product(before, self.trees(down, b, inner)))
 
 
 def _subsets(part: frozenset[str]) -> Iterator[frozenset[str]]:
@@ -152,7 +162,7 @@ def _reload(node: Node, problem: Problem) -> float:
     return max(_reload(one, problem), _reload(other, problem))
 
 
-def _bytes(node: Node, problem: Problem, state: str, portion: int) -> float:
+def _bytes(node: Node, problem: Problem, state: str) -> float:
     """Bytes on the fullest device when the part is ``work``-ing, ``idle`` or ``out``; ``host``: in host memory."""
     if isinstance(node, Leaf):
         stage, cost = problem.graph.stages[node.stage], problem.costs[node.stage]
@@ -164,29 +174,31 @@ def _bytes(node: Node, problem: Problem, state: str, portion: int) -> float:
             return held + float(cost.working(count, node.portion, node.option)[0])
         return min(cost.memory.remainder, held) if state == "out" and stage.swappable else held
     if isinstance(node, Share):
-        idle_first = _bytes(node.first, problem, "out" if node.swap_first else "idle", portion)
-        idle_then = _bytes(node.then, problem, "out" if node.swap_then else "idle", portion)
+        idle_first = _bytes(node.first, problem, "out" if node.swap_first else "idle")
+        idle_then = _bytes(node.then, problem, "out" if node.swap_then else "idle")
         if state == "work":
             return max(
-                _bytes(node.first, problem, "work", portion) + idle_then,
-                _bytes(node.then, problem, "work", portion) + idle_first,
+                _bytes(node.first, problem, "work") + idle_then,
+                _bytes(node.then, problem, "work") + idle_first,
             )
         if state == "idle":
             return idle_first + idle_then
         if state == "host":
             saved = [
-                _bytes(side, problem, "idle", portion) - _bytes(side, problem, "out", portion)
+                _bytes(side, problem, "idle") - _bytes(side, problem, "out")
                 for side, swap in ((node.first, node.swap_first), (node.then, node.swap_then))
                 if swap
             ]
-            return sum(saved) + _bytes(node.first, problem, "host", portion) + _bytes(node.then, problem, "host", portion)
-    one, other = (node.first, node.then) if isinstance(node, Share) else (
-        (node.up, node.down) if isinstance(node, Pipe) else (node.a, node.b)
+            return sum(saved) + _bytes(node.first, problem, "host") + _bytes(node.then, problem, "host")
+    one, other = (
+        (node.first, node.then)
+        if isinstance(node, Share)
+        else ((node.up, node.down) if isinstance(node, Pipe) else (node.a, node.b))
     )
-    both = _bytes(one, problem, state, portion), _bytes(other, problem, state, portion)
+    both = _bytes(one, problem, state), _bytes(other, problem, state)
     return sum(both) if isinstance(node, Share) else max(both)
 
 
 def _fits(tree: Node, problem: Problem) -> bool:
-    peak = _bytes(tree, problem, "work", problem.items)
-    return peak <= problem.device_bytes and _bytes(tree, problem, "host", problem.items) <= problem.host_bytes
+    peak = _bytes(tree, problem, "work")
+    return peak <= problem.device_bytes and _bytes(tree, problem, "host") <= problem.host_bytes

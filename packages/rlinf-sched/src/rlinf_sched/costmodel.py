@@ -58,7 +58,7 @@ class Cost:
         """``release`` for many device counts: one row each."""
         return np.array([self.release(int(n), portion, parts, option) for n in devices])
 
-    def resident(self, devices: Ints) -> Floats:
+    def resident(self, devices: Ints, option: int = 0) -> Floats:
         """Bytes per device while loaded and idle."""
         whole = np.full(len(devices), float(self.memory.resident))
         return whole / np.maximum(devices // self.replica, 1) if self.memory.sharded else whole
@@ -155,7 +155,9 @@ class StreamCost(Cost):
 
     def release_table(self, devices: Ints, portion: int, parts: int, option: int) -> Floats:
         """``release`` for many device counts: one row each."""
-        each, back = np.unique(np.ceil(portion / np.maximum(devices // self.replica, 1)).astype(int), return_inverse=True)
+        each, back = np.unique(
+            np.ceil(portion / np.maximum(devices // self.replica, 1)).astype(int), return_inverse=True
+        )
         rows = [streaming.at_parts(self._curve(int(count), portion, option), parts) for count in each]
         return self.fixed + np.array(rows)[back]
 
@@ -165,19 +167,31 @@ class StreamCost(Cost):
         return streaming.curve(self.lengths, count, portion, self.group, slots, self.alpha, self.beta)
 
 
+APART, IN_TURN = 1, 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplitCost(Cost):
-    """A cycle's times from its own search (``cycles.cycle_cost``): by device count, seconds and bytes at each
-    portion; ``splits`` says how: (devices of the first, of the second, sub-batches; 0 sub-batches: in turn)."""
+    """A cycle's times from its own search (``cycles.collapse``). Options: ``APART`` on a split of the devices,
+    ``IN_TURN`` on the same ones. ``table[(portion, option)]``: seconds, bytes held and bytes at work by device count,
+    and the split: (devices of the first, of the second, sub-batches). ``paired``: both members are on devices."""
 
-    table: Mapping[int, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
-    splits: Mapping[int, tuple[tuple[int, int, int], ...]] = field(default_factory=dict)
+    table: Mapping[tuple[int, int], tuple[Floats, Floats, Floats, tuple[tuple[int, int, int], ...]]] = field(
+        default_factory=dict
+    )
+    paired: bool = True
+
+    def options(self, portion: int) -> tuple[int, ...]:
+        return tuple(option for size, option in self.table if size == portion)
 
     def seconds(self, devices: Ints, portion: int, option: int) -> Floats:
-        return self.table[portion][0][devices]
+        found: Floats = self.table[portion, option][0][devices]
+        return found
 
-    def resident(self, devices: Ints) -> Floats:
-        return np.max([held[devices] for _, held, _ in self.table.values()], axis=0)
+    def resident(self, devices: Ints, option: int = 0) -> Floats:
+        held = [row[1][devices] for (_, kind), row in self.table.items() if option in (0, kind)]
+        found: Floats = np.max(held, axis=0)
+        return found
 
     def working(self, devices: Ints, portion: int, option: int) -> Floats:
-        return np.maximum(self.table[portion][2][devices] - self.resident(devices), 0.0)
+        return np.maximum(self.table[portion, option][2][devices] - self.resident(devices, option), 0.0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlinf_sched.costmodel import Cost, Floats, Memory, SplitCost
+from rlinf_sched.costmodel import APART, IN_TURN, Cost, Floats, Memory, SplitCost
 from rlinf_sched.graph import Cycle, Graph, GraphError, Stage
 from rlinf_sched.problem import Problem
 
@@ -19,9 +19,9 @@ SUB_BATCHES = (1, 2, 3, 4, 8)
 
 def round_seconds(a: Floats | float, s: Floats | float, k: int) -> Floats:
     """One round with k sub-batches, of which one takes ``a`` in the first stage and ``s`` in the second."""
-    if k == 1:
-        return np.asarray(a) + np.asarray(s)
-    return np.maximum(k * np.maximum(a, s), np.asarray(a) + np.asarray(s))
+    one, two = np.asarray(a, dtype=float), np.asarray(s, dtype=float)
+    total: Floats = one + two
+    return total if k == 1 else np.maximum(k * np.maximum(one, two), total)
 
 
 def collapse(problem: Problem) -> Problem:
@@ -49,11 +49,13 @@ def _as_stage(problem: Problem, cycle: Cycle) -> tuple[Stage, Cost]:
     first, second = problem.costs[one.name], problem.costs[two.name]
     strict = max((one, two), key=lambda stage: ("item", "group", "batch").index(stage.barrier))
     sizes = [c for c in problem.sizes() if strict.takes(c, problem.items)]
-    table, splits = {}, {}
-    for c in sizes:
-        *table_c, splits[c] = _table(problem, cycle, c)
-        table[c] = (table_c[0], table_c[1], table_c[2])
-    usable = np.any([np.isfinite(seconds) for seconds, _, _ in table.values()], axis=0)
+    table = {}
+    for size in sizes:
+        for option in (APART, IN_TURN) if cycle.collocate else (APART,):
+            row = _table(problem, cycle, size, option)
+            if np.isfinite(row[0]).any():
+                table[size, option] = row
+    usable = np.any([np.isfinite(row[0]) for row in table.values()], axis=0) if table else np.zeros(1, dtype=bool)
     counts = tuple(int(n) for n in np.flatnonzero(usable))
     if not counts:
         raise GraphError(
@@ -67,7 +69,7 @@ def _as_stage(problem: Problem, cycle: Cycle) -> tuple[Stage, Cost]:
         offload=together([first.offload, second.offload]),
         error=max(first.error, second.error),
         table=table,
-        splits=splits,
+        paired=one.device and two.device,
     )
     device = one.device or two.device
     stage = Stage(
@@ -82,7 +84,7 @@ def _as_stage(problem: Problem, cycle: Cycle) -> tuple[Stage, Cost]:
 
 
 def _table(
-    problem: Problem, cycle: Cycle, portion: int
+    problem: Problem, cycle: Cycle, portion: int, option: int
 ) -> tuple[Floats, Floats, Floats, tuple[tuple[int, int, int], ...]]:
     """By device count 0 … N: seconds, bytes held, bytes at work, and how it is split (no count above what is needed
     is used: more devices never make it slower)."""
@@ -91,28 +93,28 @@ def _table(
     how = [(0, 0, 0)] * size
 
     def offer(n: int, seconds: float, keep: float, work: float, split: tuple[int, int, int]) -> None:
-        if seconds < best[n] and keep <= problem.device_bytes and work <= problem.device_bytes:
+        if seconds < best[n] and max(keep, work) <= problem.device_bytes:
             best[n], held[n], peak[n], how[n] = seconds, keep, work, split
 
     one, two = (problem.graph.stages[name] for name in cycle.members)
     accepted = [stage.accepted(problem.devices) for stage in (one, two)]
-    for k in SUB_BATCHES:
-        if portion % k:
-            continue
-        (ta, ka, wa), (tb, kb, wb) = (_columns(problem, stage, portion // k) for stage in (one, two))
-        counts_b = np.array(accepted[1])
-        for i, na in enumerate(accepted[0]):
-            room = counts_b <= problem.devices - na
-            total = cycle.rounds * round_seconds(ta[i], tb[room], k)
-            for j in np.flatnonzero(total < best[na + counts_b[room]]):
-                nb = int(counts_b[j])
-                offer(na + nb, float(total[j]), max(ka[i], kb[j]), max(wa[i], wb[j]), (na, nb, k))
-        if k == 1 and cycle.collocate:
-            for n in sorted(set(accepted[0]) & set(accepted[1])):
-                i, j = accepted[0].index(n), accepted[1].index(n)
-                keep = float(ka[i] + kb[j])
-                work = float(keep + max(wa[i] - ka[i], wb[j] - kb[j]))
-                offer(n, float(cycle.rounds * (ta[i] + tb[j])), keep, work, (n, n, 0))
+    if option == IN_TURN:
+        (ta, ka, wa), (tb, kb, wb) = (_columns(problem, stage, portion) for stage in (one, two))
+        for n in sorted(set(accepted[0]) & set(accepted[1])):
+            i, j = accepted[0].index(n), accepted[1].index(n)
+            keep = float(ka[i] + kb[j])
+            work = float(keep + max(wa[i] - ka[i], wb[j] - kb[j]))
+            offer(n, float(cycle.rounds * (ta[i] + tb[j])), keep, work, (n, n, 0))
+    else:
+        for k in (k for k in SUB_BATCHES if portion % k == 0):
+            (ta, ka, wa), (tb, kb, wb) = (_columns(problem, stage, portion // k) for stage in (one, two))
+            counts_b = np.array(accepted[1])
+            for i, na in enumerate(accepted[0]):
+                room = counts_b <= problem.devices - na
+                total = cycle.rounds * round_seconds(ta[i], tb[room], k)
+                for j in np.flatnonzero(total < best[na + counts_b[room]]):
+                    nb = int(counts_b[j])
+                    offer(na + nb, float(total[j]), max(ka[i], kb[j]), max(wa[i], wb[j]), (na, nb, k))
     for n in range(1, size):
         if best[n - 1] <= best[n]:
             best[n], held[n], peak[n], how[n] = best[n - 1], held[n - 1], peak[n - 1], how[n - 1]

@@ -6,7 +6,7 @@ when no other one needs at most as much of everything. Everything here is vector
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -41,16 +41,23 @@ class Front:
     j: Ints
     flag: Ints
     size: int
-    envelopes: dict[str, Envelope] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.n)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> Front:
         """The points at ``index``."""
-        columns = (a[index] for a in (self.n, self.latency, self.period))
-        origin = (a[index] for a in (self.block, self.i, self.j, self.flag))
-        return Front(*columns, self.memory[:, index], *origin, self.size)
+        return Front(
+            self.n[index],
+            self.latency[index],
+            self.period[index],
+            self.memory[:, index],
+            self.block[index],
+            self.i[index],
+            self.j[index],
+            self.flag[index],
+            self.size,
+        )
 
     @cached_property
     def start(self) -> Ints:
@@ -85,19 +92,24 @@ def running_argmin(values: Floats, tie: Floats) -> Ints:
     low = np.minimum.accumulate(rank)
     position = np.empty(len(values), dtype=np.int64)
     position[rank] = np.arange(len(values))
-    return position[low]
+    found: Ints = position[low]
+    return found
 
 
 def merge(fronts: list[Front]) -> Front:
     """All points of several fronts, sorted by devices."""
-    columns = [
-        np.concatenate([getattr(front, name) for front in fronts])
-        for name in ("n", "latency", "period", "block", "i", "j", "flag")
-    ]
-    memory = np.concatenate([front.memory for front in fronts], axis=1)
-    n, latency, period, *origin = columns
-    whole = Front(n, latency, period, memory, *origin, fronts[0].size)
-    return whole.take(np.argsort(n, kind="stable"))
+    whole = Front(
+        np.concatenate([front.n for front in fronts]),
+        np.concatenate([front.latency for front in fronts]),
+        np.concatenate([front.period for front in fronts]),
+        np.concatenate([front.memory for front in fronts], axis=1),
+        np.concatenate([front.block for front in fronts]),
+        np.concatenate([front.i for front in fronts]),
+        np.concatenate([front.j for front in fronts]),
+        np.concatenate([front.flag for front in fronts]),
+        fronts[0].size,
+    )
+    return whole.take(np.argsort(whole.n, kind="stable"))
 
 
 def pareto(front: Front, binding: bool, cap: int | None = None) -> tuple[Front, bool]:
@@ -134,7 +146,8 @@ def _beyond_smaller(front: Front) -> NDArray[np.bool_]:
     worse = np.zeros(len(front), dtype=bool)
     for other in (by_latency, by_period):
         worse |= (front.latency[other] <= front.latency) & (front.period[other] <= front.period)
-    return ~(some & worse)
+    good: NDArray[np.bool_] = ~(some & worse)
+    return good
 
 
 def _pareto_memory(front: Front, cap: int | None) -> tuple[Front, bool]:

@@ -179,9 +179,7 @@ class Graph:
         left = list(self.stages)
         while left:
             # A stage comes next when all that feed it are in its own set or done.
-            head = next(
-                name for name in left if all(other in reach[name] for other in left if name in reach[other])
-            )
+            head = next(name for name in left if all(other in reach[name] for other in left if name in reach[other]))
             part = tuple(name for name in left if name in reach[head] and head in reach[name])
             found.append(part)
             left = [name for name in left if name not in part]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,12 @@ COARSE = 16
 """Device counts of a stage up to which the first search is left out."""
 BINDING = 64
 """Device counts of a stage that are considered where memory binds; on more devices they are thinned out."""
+EXACT = {1: 4096, 2: 4096, 3: 1024, 4: 256, 5: 128}
+"""By the number of stages: device counts of a stage up to which the search is exact. Beyond, that many evenly spread
+counts are searched, and then those near the best plans."""
+EXACT_REST = 48
+WIDTHS = (0.12, 0.03, 0.008)
+"""Relative distances of the device counts that the refinements look at."""
 CAP = 12
 """Points for one device count where memory binds and the search is not small enough to keep all."""
 TIE = 0.01
@@ -45,12 +51,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """``best``: the chosen candidate. ``families``: the best of each, the fastest first. ``tie``: relative difference
+    """``best``: the chosen candidate. ``families``: the best of each, the fastest first; ``least``: priced seconds of
+    the fastest of each, before ties were broken. ``tie``: relative difference
     below which plans count as equal. ``exact``: no device count and no point was left out. ``problem``: what was
     planned, cycles as one stage each."""
 
     best: Candidate
     families: Mapping[str, Candidate]
+    least: Mapping[str, float]
     tie: float
     exact: bool
     close: bool
@@ -59,15 +67,19 @@ class Plan:
     search_seconds: float
 
 
-def plan(problem: Problem, *, seeds: int = 3) -> Plan:
-    """The plan with the least predicted time. Raises SchedError when there is none, naming what does not fit."""
+def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
+    """The plan with the least predicted time. Raises SchedError when there is none, naming what does not fit.
+
+    ``seeds``: draws of the lengths of streaming stages over which a plan is re-scored. ``limit``: device counts of a
+    stage up to which the search is exact (None: ``EXACT``).
+    """
     began = time.perf_counter()
     problem.validate()
     original, problem = problem, collapse(problem)
     binding = memory_binds(problem)
     counts, thinned = _counts(problem, binding)
     tie = max(TIE, *(cost.error for cost in problem.costs.values()))
-    found, cut = _search(problem, counts, binding, tie)
+    found, cut = _search(problem, counts, binding, limit)
     if not any(found.values()):
         raise SchedError(_nothing(problem))
     families: dict[str, Candidate] = {}
@@ -76,15 +88,16 @@ def plan(problem: Problem, *, seeds: int = 3) -> Plan:
         close = [_candidate(problem, tree, seeds) for _, tree in _near(trees, tie)]
         families[NAMES[kind]] = min(close, key=lambda c: (c.rescored, c.seconds))
         near += close
-    least = min(c.rescored for c in near)
-    equal = [c for c in near if c.rescored <= least * (1 + tie)]
+    fastest = min(c.rescored for c in near)
+    equal = [c for c in near if c.rescored <= fastest * (1 + tie)]
     best = min(equal, key=lambda c: _preference(c, problem))
     families[best.family] = best
     families = dict(sorted(families.items(), key=lambda item: item[1].rescored))
     rivals = [c for name, c in families.items() if name != best.family]
     close_call = any(c.rescored <= best.rescored * (1 + tie) for c in rivals)
     took = time.perf_counter() - began
-    return Plan(best, families, tie, not thinned and not cut, close_call, problem, original, took)
+    least = {NAMES[kind]: trees[0][0] for kind, trees in found.items() if trees}
+    return Plan(best, families, least, tie, not thinned and not cut, close_call, problem, original, took)
 
 
 def memory_binds(problem: Problem) -> bool:
@@ -97,7 +110,7 @@ def memory_binds(problem: Problem) -> bool:
             sizes = [c for c in problem.sizes() if stage.takes(c, problem.items)]
             total += max(
                 (
-                    float((cost.resident(counts) + cost.working(counts, size, option)).max())
+                    float((cost.resident(counts, option) + cost.working(counts, size, option)).max())
                     for size in sizes
                     for option in cost.options(size)
                 ),
@@ -124,8 +137,16 @@ def _thin(counts: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(sorted(kept))
 
 
+def _rough(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Very few of the counts: the ends, and near half, a quarter and an eighth of the largest."""
+    kept = {counts[0], counts[-1]}
+    for part in (2, 4, 8):
+        kept.add(max(n for n in counts if n <= max(counts[-1] / part, counts[0])))
+    return tuple(sorted(kept))
+
+
 def _search(
-    problem: Problem, counts: dict[str, tuple[int, ...]], binding: bool, tie: float
+    problem: Problem, counts: dict[str, tuple[int, ...]], binding: bool, limit: int | None
 ) -> tuple[dict[int, list[tuple[float, Node]]], bool]:
     many = max(len(some) for some in counts.values())
     small = many <= 8 and len(counts) <= 4
@@ -133,24 +154,54 @@ def _search(
     if many <= COARSE:
         search = Search(problem, counts, {}, binding, cap)
         return search.run(), search.cut
-    coarse = Search(problem, {name: _thin(some, COARSE) for name, some in counts.items()}, {}, binding, CAP).run()
-    if not coarse:
+    sizes = problem.sizes()
+    few = replace(problem, portions=tuple({sizes[0], sizes[len(sizes) // 2], sizes[-1]}))
+    found = Search(few, {name: _rough(some) for name, some in counts.items()}, {}, binding, CAP).run()
+    upper = _upper(found) if len(found) >= 3 else {}
+    thin = {name: _thin(some, COARSE) for name, some in counts.items()}
+    found = _both(found, Search(problem, thin, upper, binding, CAP).run())
+    if not found:
         search = Search(problem, counts, {}, binding, cap)
         return search.run(), search.cut
-    for width in (0.12, 0.03):
-        some = {name: _around(counts[name], coarse, name, width) for name in counts}
-        finer = Search(problem, some, _upper(coarse, 0.0), binding, CAP).run()
-        coarse = {kind: finer.get(kind) or trees for kind, trees in coarse.items()}
-    search = Search(problem, counts, _upper(coarse, tie), binding, cap)
-    found = search.run()
-    return {kind: found.get(kind) or trees for kind, trees in coarse.items()}, search.cut
+    most = limit or EXACT.get(len(counts), EXACT_REST)
+    found = _refined(problem, counts, binding, found, WIDTHS[:1] if many > most else WIDTHS[:2])
+    search = Search(problem, {name: _thin(some, most) for name, some in counts.items()}, _upper(found), binding, cap)
+    found = _both(found, search.run())
+    if many > most:
+        found = _refined(problem, counts, binding, found, WIDTHS[1:])
+    return found, search.cut or many > most
 
 
-def _upper(found: Mapping[int, list[tuple[float, Node]]], tie: float) -> dict[int, float]:
+def _refined(
+    problem: Problem,
+    counts: dict[str, tuple[int, ...]],
+    binding: bool,
+    found: dict[int, list[tuple[float, Node]]],
+    widths: tuple[float, ...],
+) -> dict[int, list[tuple[float, Node]]]:
+    """Better plans, with device counts ever closer to those of the best so far."""
+    for width in widths:
+        some = {name: _around(counts[name], found, name, width) for name in counts}
+        found = _both(found, Search(problem, some, _upper(found), binding, CAP).run())
+    return found
+
+
+def _both(
+    a: Mapping[int, list[tuple[float, Node]]], b: Mapping[int, list[tuple[float, Node]]]
+) -> dict[int, list[tuple[float, Node]]]:
+    """The plans of two searches by kind, best first. Those of coarse searches stay as candidates for ties."""
+    merged = {}
+    for kind in {**a, **b}:
+        trees = {tree: seconds for seconds, tree in (*a.get(kind, ()), *b.get(kind, ()))}
+        merged[kind] = sorted(((seconds, tree) for tree, seconds in trees.items()), key=lambda pair: pair[0])
+    return merged
+
+
+def _upper(found: Mapping[int, list[tuple[float, Node]]]) -> dict[int, float]:
     """Seconds that a plan of each kind may take: what is reached, and for the losers no more than 1.5 times the best.
     A family that is further behind keeps the plan that the coarser search found."""
     best = min(trees[0][0] for trees in found.values() if trees)
-    return {kind: min(trees[0][0], 1.5 * best) * (1 + tie + 1e-9) for kind, trees in found.items() if trees}
+    return {kind: min(trees[0][0], 1.5 * best) * (1 + 1e-9) for kind, trees in found.items() if trees}
 
 
 def _around(
@@ -219,17 +270,16 @@ def _nothing(problem: Problem) -> str:
         counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
         size = min((c for c in problem.sizes() if stage.takes(c, problem.items)), default=problem.items)
         work = min(float((cost.resident(counts) + cost.working(counts, size, o)).min()) for o in cost.options(size))
-        held = float(np.minimum(cost.memory.remainder, cost.resident(counts)).min())
-        need.append((work if stage.swappable else work, name))
-        need[-1] = (work - (held if stage.swappable else float(cost.resident(counts).min())), name)
+        whole = float(cost.resident(counts).min())
+        need.append((work - (min(cost.memory.remainder, whole) if stage.swappable else whole), name))
     if not math.isfinite(problem.device_bytes):
         return "no portion is allowed by all barriers; give other portions, or a number of items that divides"
     rest = 0.0
     for name, stage in problem.graph.stages.items():
         if stage.device:
             counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
-            whole = problem.costs[name].resident(counts)
-            keeps = np.minimum(problem.costs[name].memory.remainder, whole) if stage.swappable else whole
+            held = problem.costs[name].resident(counts)
+            keeps = np.minimum(problem.costs[name].memory.remainder, held) if stage.swappable else held
             rest += float(keeps.min())
     most, name = max(need)
     short = most + rest - problem.device_bytes

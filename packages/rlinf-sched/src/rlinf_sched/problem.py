@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class Problem:
             )
             if need > self.device_bytes:
                 raise SchedError(
-                    f"stage {name!r} does not fit: it needs {need:.4g} bytes on each device at best and a device has "
+                    f"stage {name!r} does not fit: it needs {need:.4g} bytes on device 0, as on any other, and one has "
                     f"{self.device_bytes:.4g}, {need - self.device_bytes:.4g} bytes short; give it more devices, a "
                     "smaller micro-batch or fewer slots"
                 )
@@ -101,6 +101,3 @@ class Problem:
                 f"{names} cannot be offloaded and must share {self.devices} devices: together they hold {held:.4g} "
                 f"bytes and a device has {self.device_bytes:.4g}, {held - self.device_bytes:.4g} bytes short"
             )
-
-    def with_devices(self, devices: int) -> Problem:
-        return replace(self, devices=devices)

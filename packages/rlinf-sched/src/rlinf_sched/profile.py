@@ -97,6 +97,14 @@ class Profile:
                     f"the profile was taken on {name} {mine!r}, this is {name} {theirs!r}: profile again"
                 )
 
+    def warnings(self, *, flow: str, hardware: str) -> list[str]:
+        """What speaks against using the profile here, one sentence each; for those who go on nevertheless."""
+        return [
+            f"the profile was taken on {name} {mine!r}, this is {name} {theirs!r}: its times may not hold here"
+            for name, mine, theirs in (("flow", self.flow, flow), ("hardware", self.hardware, hardware))
+            if mine != theirs
+        ]
+
     def summaries(self) -> tuple[Summary, ...]:
         """One line per (stage, devices, portion), in that order."""
         groups: defaultdict[tuple[str, int, int], list[ProfileSample]] = defaultdict(list)

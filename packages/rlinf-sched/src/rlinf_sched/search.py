@@ -9,21 +9,23 @@ latency and in period. Exact but for the cap on points where memory binds (``Sea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import numpy as np
 
+from rlinf_sched.bounds import KINDS, PIPE, SHARE, Bounds
+from rlinf_sched.costmodel import APART, SplitCost
 from rlinf_sched.fronts import SLACK, Floats, Front, Ints, crossing, merge, pareto, ragged
 from rlinf_sched.problem import Problem
 from rlinf_sched.tree import Leaf, Node, Parallel, Pipe, Share
 
-SHARE, PIPE = 1, 2
-KINDS = (0, SHARE, PIPE, SHARE | PIPE)
 NAMES = {0: "single", SHARE: "temporal", PIPE: "spatial", SHARE | PIPE: "hybrid"}
 _CHUNK = 400_000
+_WIDTH = 32
 
-Block = tuple[str, tuple[int, int, int], tuple[int, int, int]]
+Part = tuple[int, int, bool]
+Block = tuple[str, tuple[Part, int], tuple[Part, int]]
 
 
 class Search:
@@ -53,63 +55,9 @@ class Search:
         for a, b in problem.graph.edges:
             self.after[place[a]] |= 1 << place[b]
         self.blocks: list[Block] = []
-        self.tables: dict[tuple[int, int], dict[int, Front]] = {}
+        self.tables: dict[Part, dict[int, Front]] = {}
         self.leaf_fronts = [[self._leaf(i, c) for c in range(len(self.sizes))] for i in range(len(self.names))]
-        self._bounds()
-
-    # ------------------------------------------------------------------ bounds
-
-    def _bounds(self) -> None:
-        """Least device-seconds and least latency of each stage, whatever the plan."""
-        self.area = [math.inf] * len(self.names)
-        self.least = [math.inf] * len(self.names)
-        for i, by_size in enumerate(self.leaf_fronts):
-            for c, front in enumerate(by_size):
-                if len(front):
-                    times = self.problem.items / self.sizes[c]
-                    self.area[i] = min(self.area[i], float((front.n * front.latency).min()) * times)
-                    self.least[i] = min(self.least[i], float(front.latency.min()))
-            if self.problem.costs[self.names[i]].streams:
-                self.least[i] = 0.0  # only its first release is sure to come before what follows
-        self._others: dict[int, tuple[float, float]] = {}
-
-    def beside(self, mask: int) -> tuple[float, float]:
-        """(latency of the longest chain of stages outside that passes through ``mask``, their device-seconds)."""
-        if mask not in self._others:
-            outside = [i for i in range(len(self.names)) if not mask >> i & 1]
-            up, down = [0.0] * len(self.names), [0.0] * len(self.names)
-            touch_up, touch_down = [False] * len(self.names), [False] * len(self.names)
-            for i in reversed(outside):  # names are in topological order
-                nexts = [j for j in range(len(self.names)) if self.after[i] >> j & 1]
-                touch_up[i] = any(mask >> j & 1 or touch_up[j] for j in nexts)
-                if touch_up[i]:
-                    up[i] = self.least[i] + max((up[j] for j in nexts if not mask >> j & 1), default=0.0)
-            for i in outside:
-                before = [j for j in range(len(self.names)) if self.after[j] >> i & 1]
-                touch_down[i] = any(mask >> j & 1 or touch_down[j] for j in before)
-                if touch_down[i]:
-                    down[i] = self.least[i] + max((down[j] for j in before if not mask >> j & 1), default=0.0)
-            chain = max(up, default=0.0) + max(down, default=0.0)
-            self._others[mask] = chain, sum(self.area[i] for i in outside)
-        return self._others[mask]
-
-    def limit(self, mask: int, kind: int) -> float:
-        """Seconds of the step that a plan with this part may take at most."""
-        finals = [kind] if mask == self.full else [final for final in KINDS if final & kind == kind]
-        unknown = -math.inf if self.upper else math.inf  # a family without any plan so far is left out
-        return max(self.upper.get(final, unknown) for final in finals)
-
-    def room(self, mask: int, kind: int) -> tuple[float, float]:
-        """(seconds for latency and further periods, device-seconds) that this part may take at most."""
-        limit = self.limit(mask, kind)
-        chain, area = self.beside(mask)
-        return (limit - chain) * SLACK, (self.problem.devices * limit - area) * SLACK
-
-    def possible(self, mask: int, c: int, kind: int, n: Ints, latency: Floats, period: Floats) -> np.ndarray:
-        """Which points may be part of a plan within the limit."""
-        seconds, area = self.room(mask, kind)
-        times = self.problem.items / self.sizes[c]
-        return (latency + (times - 1) * period <= seconds) & (n * period * times <= area)
+        self.bounds = Bounds(problem, self.names, self.after, self.leaf_fronts, upper)
 
     # ------------------------------------------------------------------ leaves
 
@@ -118,7 +66,8 @@ class Search:
         stage, cost = problem.graph.stages[name], problem.costs[name]
         accepted = self.counts[name] if stage.takes(size, problem.items) else ()
         found: list[Front] = []
-        block = self._block("leaf", (stage_index, c, 0), (0, 0, 0))
+        part = (1 << stage_index, c, False), 0
+        block = self._block("leaf", part, part)
         for option in cost.options(size):
             if not accepted:
                 break
@@ -127,7 +76,7 @@ class Search:
             seconds = cost.seconds(asked, size, option)
             memory = np.zeros((5, len(n)))
             if stage.device:
-                keep = cost.resident(asked)
+                keep = cost.resident(asked, option)
                 memory[1], memory[2] = keep, np.minimum(cost.memory.remainder, keep)
                 memory[3] = keep + cost.working(asked, size, option)
                 if stage.swappable:
@@ -139,41 +88,54 @@ class Search:
                 memory[:] = 0
             flag = np.full(len(n), option, dtype=np.int64)
             nothing = np.zeros(len(n), dtype=np.int64)
-            whole = Front(
-                n, seconds, seconds, memory, np.full(len(n), block), nothing, nothing, flag, problem.devices
-            )
+            whole = Front(n, seconds, seconds, memory, np.full(len(n), block), nothing, nothing, flag, problem.devices)
             found.append(whole.take(good))
         if not found:
             none = np.zeros(0, dtype=np.int64)
             empty = np.zeros(0)
             return Front(none, empty, empty, np.zeros((5, 0)), none, none, none, none, problem.devices)
         front = merge(found)
-        return front if cost.streams else pareto(front, self.binding, None)[0]
+        return front if cost.streams or self._pairs_up(stage_index) else pareto(front, self.binding, None)[0]
 
-    def _block(self, op: str, left: tuple[int, int, int], right: tuple[int, int, int]) -> int:
+    def _block(self, op: str, left: tuple[Part, int], right: tuple[Part, int]) -> int:
         self.blocks.append((op, left, right))
         return len(self.blocks) - 1
 
     # ------------------------------------------------------------------ tables
 
-    def table(self, mask: int, c: int) -> dict[int, Front]:
-        """The fronts, by kind, of the stages in ``mask`` at portion ``sizes[c]``."""
-        key = mask, c
+    def table(self, mask: int, c: int, upstream: bool = False) -> dict[int, Front]:
+        """The fronts, by kind, of the stages in ``mask`` at portion ``sizes[c]``. ``upstream``: without the pipes that
+        pass whole portions: upstream of a pipe, one nested to the right is as good."""
+        single = mask & (mask - 1) == 0
+        key = mask, c, upstream and not single
         if key not in self.tables:
-            self.tables[key] = self._single(mask, c) if mask & (mask - 1) == 0 else self._combined(mask, c)
+            self.tables[key] = self._single(mask, c) if single else self._combined(*key)
         return self.tables[key]
 
     def _single(self, mask: int, c: int) -> dict[int, Front]:
-        front = self.leaf_fronts[mask.bit_length() - 1][c]
-        front = front.take(self.possible(mask, c, 0, front.n, front.latency, front.period))
-        return {0: front} if len(front) else {}
+        stage = mask.bit_length() - 1
+        whole = self.leaf_fronts[stage][c]
+        found = {}
+        for kind in (0, PIPE):
+            front = whole.take((whole.flag == APART) == (kind == PIPE)) if self._pairs_up(stage) else whole
+            if kind == PIPE and not self._pairs_up(stage):
+                break
+            front = front.take(self.bounds.possible(mask, c, kind, front.n, front.latency, front.period))
+            if len(front):
+                found[kind] = front
+        return found
 
-    def _combined(self, mask: int, c: int) -> dict[int, Front]:
+    def _pairs_up(self, stage: int) -> bool:
+        """Whether the stage is a cycle whose two stages may have devices of their own."""
+        cost = self.problem.costs[self.names[stage]]
+        return isinstance(cost, SplitCost) and cost.paired
+
+    def _combined(self, mask: int, c: int, upstream: bool) -> dict[int, Front]:
         found: dict[int, list[Front]] = {kind: [] for kind in KINDS}
         for up, joined in self._cuts(mask):
             down = mask & ~up
             if joined:
-                for m in range(c, len(self.sizes)):
+                for m in range(c + upstream, len(self.sizes)):
                     if self.sizes[c] % self.sizes[m] == 0:
                         self._pipes(mask, c, m, up, down, found)
             elif up & -up == mask & -mask:  # the same cut the other way round gives the same plans
@@ -199,9 +161,7 @@ class Search:
                 yield up, joined
             up = (up - 1) & mask
 
-    def _kinds(
-        self, mask: int, up: tuple[int, int], down: tuple[int, int], op: int
-    ) -> Iterator[tuple[int, int, int, Front, Front]]:
+    def _kinds(self, mask: int, up: Part, down: Part, op: int) -> Iterator[tuple[int, int, int, Front, Front]]:
         for ku, one in self.table(*up).items():
             for kd, other in self.table(*down).items():
                 both = len(one) and len(other) and one.n[-1] > 0 and other.n[-1] > 0
@@ -210,14 +170,15 @@ class Search:
                 if not len(one) or not len(other):
                     continue
                 kind = ku | kd | (op if both else 0)
-                if self.limit(mask, kind) > 0:
+                if self.bounds.limit(mask, kind) > 0:
                     yield kind, ku, kd, one, other
 
     # ------------------------------------------------------------------ share
 
     def _shares(self, mask: int, c: int, up: int, down: int, found: dict[int, list[Front]]) -> None:
-        for kind, ku, kd, one, other in self._kinds(mask, (up, c), (down, c), SHARE):
-            block = self._block("share", (up, c, ku), (down, c, kd))
+        parts = (up, c, False), (down, c, False)
+        for kind, ku, kd, one, other in self._kinds(mask, *parts, SHARE):
+            block = self._block("share", (parts[0], ku), (parts[1], kd))
             if not self.binding:
                 n = np.union1d(one.n, other.n)
                 n = n[n >= max(one.n[0], other.n[0])]
@@ -228,7 +189,7 @@ class Search:
             ij = np.indices((len(one), len(other))).reshape(2, -1)
             base = one.latency[ij[0]] + other.latency[ij[1]]
             times = self.problem.items / self.sizes[c]
-            i, j = ij[:, base * times <= self.room(mask, kind)[0]]
+            i, j = ij[:, base * times <= self.bounds.room(mask, c, kind)[0].max()]
             (sw1, keep1, rem1, peak1, host1), (sw2, keep2, rem2, peak2, host2) = one.memory[:, i], other.memory[:, j]
             n = np.maximum(one.n[i], other.n[j])
             for flag in range(4):
@@ -251,8 +212,9 @@ class Search:
 
     def _pipes(self, mask: int, c: int, m: int, up: int, down: int, found: dict[int, list[Front]]) -> None:
         q = self.sizes[c] // self.sizes[m]
-        for kind, ku, kd, one, other in self._kinds(mask, (up, m), (down, m), PIPE):
-            block = self._block("pipe", (up, m, ku), (down, m, kd))
+        parts = (up, m, True), (down, m, False)
+        for kind, ku, kd, one, other in self._kinds(mask, *parts, PIPE):
+            block = self._block("pipe", (parts[0], ku), (parts[1], kd))
             for i, j in self._pairs(mask, c, kind, one, other, q, None):
                 slowest = np.maximum(one.period[i], other.period[j])
                 latency = one.latency[i] + other.latency[j] + (q - 1) * slowest
@@ -260,23 +222,25 @@ class Search:
         name = self.names[up.bit_length() - 1]
         if q == 1 or up & (up - 1) or not self.problem.costs[name].streams:
             return
-        for kind, ku, kd, one, other in self._kinds(mask, (up, c), (down, m), PIPE):
-            block = self._block("pipe", (up, c, ku), (down, m, kd))
+        parts = (up, c, True), (down, m, False)
+        for kind, ku, kd, one, other in self._kinds(mask, *parts, PIPE):
+            block = self._block("pipe", (parts[0], ku), (parts[1], kd))
             released = self._released(name, one, c, q)
             left = np.arange(q - 1, -1, -1)
             for i, j in self._pairs(mask, c, kind, one, other, q, released):
                 step = max(1, _CHUNK // q)
-                parts = [
+                worst = [
                     (released[i[k : k + step]] + left * other.period[j[k : k + step], None]).max(axis=1)
                     for k in range(0, len(i), step)
                 ]
-                latency = (np.concatenate(parts) if parts else np.zeros(0)) + other.latency[j]
+                latency = (np.concatenate(worst) if worst else np.zeros(0)) + other.latency[j]
                 period = np.maximum(one.period[i], q * other.period[j])
                 self._beside(found, mask, c, kind, block, one, other, i, j, latency, period)
 
     def _parallels(self, mask: int, c: int, up: int, down: int, found: dict[int, list[Front]]) -> None:
-        for kind, ku, kd, one, other in self._kinds(mask, (up, c), (down, c), PIPE):
-            block = self._block("parallel", (up, c, ku), (down, c, kd))
+        parts = (up, c, False), (down, c, False)
+        for kind, ku, kd, one, other in self._kinds(mask, *parts, PIPE):
+            block = self._block("parallel", (parts[0], ku), (parts[1], kd))
             for i, j in self._pairs(mask, c, kind, one, other, 0, None):
                 latency = np.maximum(one.latency[i], other.latency[j])
                 period = np.maximum(one.period[i], other.period[j])
@@ -296,7 +260,8 @@ class Search:
         self, mask: int, c: int, kind: int, one: Front, other: Front, q: int, released: Floats | None
     ) -> Iterator[tuple[Ints, Ints]]:
         """Pairs of points that may matter. ``q`` 0: side by side. ``released``: the upstream streams."""
-        seconds, area = self.room(mask, kind)
+        room, alone, area = self.bounds.room(mask, c, kind)
+        seconds = float(room.max())
         times = self.problem.items / self.sizes[c]
         many = max(q, 1)
         top = self.problem.devices
@@ -320,12 +285,15 @@ class Search:
         down = other.envelope.period
         if max(up[top], down[top]) * many * times > seconds:
             return
+        if mask == self.full and q and len(one) * len(other) > _CHUNK:
+            yield from self._blocks(one, other, q, released, seconds)
+            return
         middle = crossing(up, down, targets, int(one.n[0]), int(other.n[0]))
         before = np.maximum(middle - 1, int(one.n[0]))
         here, there = (np.maximum(up[x], down[targets - x]) for x in (middle, before))
         middle = np.where(there < here, before, middle)
         best = np.minimum(here, there)
-        possible = (best * many * times <= seconds) & (targets * best * many * times <= area)
+        possible = (best * many * times <= room[targets]) & (targets * best * many * times <= area)
         targets, middle, best = targets[possible], middle[possible], best[possible]
         i, j = one.envelope.period_at[middle], other.envelope.period_at[targets - middle]
         if q == 0:
@@ -346,7 +314,8 @@ class Search:
             left, right = one.latency, other.latency + (q - 1) * other.period
             add_left = other.envelope.latency[targets - one.n[0]]
             add_right = one.falling(released[:, 0])[targets - other.n[0]]
-        threshold = np.minimum(at_crossing, seconds - (times - 1) * many * best) * SLACK
+        threshold = np.minimum(at_crossing, np.minimum(room[targets] - (times - 1) * many * best, alone[targets]))
+        threshold *= SLACK
         low = np.searchsorted(-one.falling(left), -(threshold - add_left) - 1e-15)
         high = targets - np.searchsorted(-other.falling(right), -(threshold - add_right) - 1e-15)
         low, high = np.maximum(low, one.n[0]), np.minimum(high, targets - other.n[0])
@@ -358,6 +327,32 @@ class Search:
             rest = targets[part][which] - one.n[i]
             which, j = ragged(other.start[rest], other.start[rest + 1])
             yield i[which], j
+
+    def _blocks(
+        self, one: Front, other: Front, q: int, released: Floats | None, limit: float
+    ) -> Iterator[tuple[Ints, Ints]]:
+        """For the whole graph, where only the least latency counts: blocks of points with similar periods, and only
+        those pairs of blocks whose bound is within the limit."""
+        a, b = np.argsort(one.period, kind="stable"), np.argsort(other.period, kind="stable")
+        low = [[_block_min(x[order]) for x in (f.n, f.latency, f.period)] for f, order in ((one, a), (other, b))]
+        (n1, l1, p1), (n2, l2, p2) = low
+        if released is None:
+            bound = l1[:, None] + l2 + (q - 1) * np.maximum(p1[:, None], p2)
+        else:
+            first = _block_min(released[a, 0])
+            bound = np.maximum(l1[:, None] + l2, first[:, None] + l2 + (q - 1) * p2)
+        good = (bound <= limit) & (n1[:, None] + n2 <= self.problem.devices)
+        rows, columns = np.nonzero(good)
+        step = max(1, _CHUNK // _WIDTH**2)
+        inside = np.arange(_WIDTH)
+        for k in range(0, len(rows), step):
+            i = (rows[k : k + step, None] * _WIDTH + inside)[:, :, None]
+            j = (columns[k : k + step, None] * _WIDTH + inside)[:, None, :]
+            i, j = np.broadcast_arrays(i, j)
+            there = (i < len(a)) & (j < len(b))
+            i, j = a[i[there]], b[j[there]]
+            there = one.n[i] + other.n[j] <= self.problem.devices
+            yield i[there], j[there]
 
     def _beside(
         self,
@@ -391,7 +386,7 @@ class Search:
         j: Ints,
         flag: int,
     ) -> None:
-        good = self.possible(mask, c, kind, n, latency, period)
+        good = self.bounds.possible(mask, c, kind, n, latency, period)
         if self.binding:
             good &= (memory[3] <= self.problem.device_bytes) & (memory[4] <= self.problem.host_bytes)
         index = np.flatnonzero(good)
@@ -400,8 +395,15 @@ class Search:
         full = np.full(len(index), block, dtype=np.int64)
         flags = np.full(len(index), flag, dtype=np.int64)
         front = Front(
-            n[index].astype(np.int64), latency[index], period[index], memory[:, index],
-            full, i[index].astype(np.int64), j[index].astype(np.int64), flags, self.problem.devices,
+            n[index].astype(np.int64),
+            latency[index],
+            period[index],
+            memory[:, index],
+            full,
+            i[index].astype(np.int64),
+            j[index].astype(np.int64),
+            flags,
+            self.problem.devices,
         )
         if mask == self.full:
             front = front.take(np.argsort(front.latency, kind="stable")[:64])
@@ -416,25 +418,33 @@ class Search:
         result = {}
         for kind, front in self.table(self.full, 0).items():
             order = np.argsort(front.latency, kind="stable")[:most]
-            result[kind] = [(float(front.latency[k]), self._tree(self.full, 0, kind, int(k))) for k in order]
+            result[kind] = [(float(front.latency[k]), self._tree((self.full, 0, False), kind, int(k))) for k in order]
         return result
 
-    def _tree(self, mask: int, c: int, kind: int, index: int) -> Node:
-        front = self.table(mask, c)[kind]
+    def _tree(self, part: Part, kind: int, index: int) -> Node:
+        mask, c, _ = part
+        front = self.table(*part)[kind]
         op, left, right = self.blocks[int(front.block[index])]
         if op == "leaf":
-            return Leaf(self.names[left[0]], int(front.n[index]), self.sizes[c], int(front.flag[index]))
+            stage, flag = mask.bit_length() - 1, int(front.flag[index])
+            apart = self._pairs_up(stage) and flag == APART
+            return Leaf(self.names[stage], int(front.n[index]), self.sizes[c], flag, apart)
         one, other = self._tree(*left, int(front.i[index])), self._tree(*right, int(front.j[index]))
         if op == "share":
             flag = int(front.flag[index])
             return Share(one, other, bool(flag & 1), bool(flag & 2))
-        return Pipe(one, other, self.sizes[right[1]]) if op == "pipe" else Parallel(one, other)
+        return Pipe(one, other, self.sizes[right[0][1]]) if op == "pipe" else Parallel(one, other)
 
 
 def _split(counts: Ints) -> Iterator[slice]:
     """Slices of the targets with about ``_CHUNK`` pairs each."""
     edges = np.cumsum(counts) // _CHUNK
     starts = [0, *(np.flatnonzero(np.diff(edges)) + 1).tolist(), len(counts)]
-    for a, b in zip(starts, starts[1:], strict=False):
+    for a, b in pairwise(starts):
         if a < b:
             yield slice(a, b)
+
+
+def _block_min(values: Floats | Ints) -> Floats:
+    """Least value of every ``_WIDTH`` neighbours."""
+    return np.minimum.reduceat(values.astype(float), np.arange(0, len(values), _WIDTH))

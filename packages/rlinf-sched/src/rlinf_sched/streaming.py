@@ -64,7 +64,8 @@ def curve(
 def at_parts(ends: Sequence[float] | Floats, parts: int) -> Floats:
     """r_0 … r_{parts-1}: when 1/parts, 2/parts, … of the groups are complete."""
     index = np.ceil((np.arange(parts) + 1) / parts * len(ends) - 1e-9).astype(int) - 1
-    return np.asarray(ends, dtype=float)[np.clip(index, 0, len(ends) - 1)]
+    found: Floats = np.asarray(ends, dtype=float)[np.clip(index, 0, len(ends) - 1)]
+    return found
 
 
 def weibull(shape: float, scale: float, clip: float, points: int = 256) -> tuple[float, ...]:

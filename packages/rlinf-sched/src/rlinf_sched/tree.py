@@ -19,12 +19,14 @@ from rlinf_sched.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """``portion``: items at once. ``option``: micro-batch or slots (0: no choice)."""
+    """``portion``: items at once. ``option``: micro-batch or slots (0: no choice). ``apart``: a cycle whose two stages
+    have devices of their own."""
 
     stage: str
     devices: int
     portion: int
     option: int = 0
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def family(node: Node) -> str:
     while stack:
         top = stack.pop()
         if isinstance(top, Leaf):
+            if top.apart:
+                kinds.add("spatial")
             continue
         stack.extend(sides(top))
         if isinstance(top, Share):
@@ -163,7 +167,7 @@ def leaf_price(leaf: Leaf, problem: Problem) -> Price:
     seconds = float(cost.seconds(counts, leaf.portion, leaf.option)[0])
     if not stage.device:
         return Price(seconds, seconds)
-    keep = float(cost.resident(counts)[0])
+    keep = float(cost.resident(counts, leaf.option)[0])
     peak = keep + float(cost.working(counts, leaf.portion, leaf.option)[0])
     if not stage.swappable:
         return Price(seconds, seconds, 0.0, keep, keep, peak)
@@ -199,7 +203,8 @@ def describe(node: Node, problem: Problem | None = None) -> str:
         extra = ""
         cost = None if problem is None else problem.costs.get(node.stage)
         if isinstance(cost, SplitCost):
-            a, b, k = cost.splits[node.portion][node.devices]
+            a, b, k = cost.table[node.portion, node.option][3][node.devices]
+            option = ""
             extra = f"[{a}+{b}, {k} sub-batches]" if k else f"[{a}, in turn]"
         return f"{node.stage}@{node.devices}{option}{extra}"
     one, other = (describe(side, problem) for side in sides(node))
