@@ -58,10 +58,11 @@ class GroupSpec:
     name: str
     worker: type[Worker]
     cfg: Any
+    barrier: str = "item"
 
     def stage(self) -> StageSpec:
         w = self.worker
-        return StageSpec(self.name, None if w.device else w.ranks, w.device, w.collective, w.barrier)
+        return StageSpec(self.name, None if w.device else w.ranks, w.device, w.collective, self.barrier)
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,11 @@ class Flow:
         self.groups: dict[str, GroupSpec] = {}
         self._stack: list[Step] = []
 
-    def group(self, name: str, worker: type[Worker], cfg: Any = None) -> Group:
-        """Declare a worker group. Nothing is started; the plan decides where its ranks run."""
+    def group(self, name: str, worker: type[Worker], cfg: Any = None, *, barrier: str | None = None) -> Group:
+        """Declare a worker group. Nothing is started; the plan decides where its ranks run.
+
+        ``barrier`` replaces the class's, for a stage whose options decide what must be complete before it may work.
+        """
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise TraceError(f"group {name!r}: {worker!r} is not a subclass of Worker")
         if not name.isidentifier() or name == "driver":
@@ -242,7 +246,7 @@ class Flow:
             raise TraceError(f"group {name!r} is declared twice")
         if not task_names(worker):
             raise TraceError(f"group {name!r}: {worker.__name__} has no method marked with @task")
-        spec = GroupSpec(name, worker, cfg)
+        spec = GroupSpec(name, worker, cfg, worker.barrier if barrier is None else barrier)
         self._declare(spec)
         self.groups[name] = spec
         return Group(self, spec)

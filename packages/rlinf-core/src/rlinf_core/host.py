@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_core.board import events as ev
-from rlinf_core.channel import Clock, Endpoint, Reader, Writer
+from rlinf_core.channel import Clock, Endpoint, Reader, Sections, Writer
 from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import (
@@ -137,7 +137,7 @@ class _Context:
             self._host.client.send(ev.Trained(ids=ids, member=member, step=self.step))
 
 
-class Host:
+class Host(Sections):
     """Runs a worker's calls one after the other, in the order they arrive."""
 
     def __init__(self, spec: HostSpec) -> None:
@@ -145,7 +145,6 @@ class Host:
         self.clock = Clock()
         self.worker: Worker | None = None
         self._depth = 0
-        self._holding = False
         self._loaded = False
 
     # Main loop (engine thread)
@@ -168,7 +167,7 @@ class Host:
         )
         self.client.serve_offload = self._serve_offload
         fetcher = PayloadFetcher(spec.secret, store, spec.member)
-        self.endpoint = Endpoint(self.client, store, fetcher, server.address, spec.group, spec.rank, self.clock)
+        self.endpoint = Endpoint(self.client, store, fetcher, server.address, spec.group, spec.rank, self.clock, self)
         if not spec.in_process:
             sys.stdout = _LineForwarder(self.client, spec.member, "stdout")
             sys.stderr = _LineForwarder(self.client, spec.member, "stderr")
@@ -256,47 +255,60 @@ class Host:
         self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
         self.client.offload_if_wanted()
 
-    # Devices. On this floor a replica that entered a section keeps its devices until its task ends.
+    # Devices: what the hub's lock decides, done by this process. The replica holds them from the outermost entry to the
+    # outermost exit, less the waits for input in between, and stays loaded until it is asked to offload.
 
     def enter_device(self) -> None:
         if not self.spec.uses_devices:
             return
+        if self._depth == 0:
+            self._acquire(again=False)
         self._depth += 1
-        if not self._holding:
-            with self.clock.counting("lock"):
-                pending = self.client.request(
-                    lambda req: Acquire(req=req, member=self.spec.member), "the devices of this group"
-                )
-                granted = self.client.wait(pending)
-            if granted.refused:
-                raise RLinfError(f"no devices for {self.spec.member}: {granted.refused}")
-            self._holding = True
-        if not self._loaded:
-            with self.clock.counting("switch"):
-                assert self.worker is not None
-                self.worker.onload()
-            self._loaded = True
+        self.reload()
 
     def exit_device(self) -> None:
-        if self.spec.uses_devices:
-            self._depth -= 1
-
-    def _release_devices(self) -> None:
-        self._depth = 0
-        if self._holding:
-            self._holding = False
+        if not self.spec.uses_devices or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0 and self.client.cancelled is None:
             self.client.send(ReleaseDevices(member=self.spec.member))
 
-    def _serve_offload(self) -> bool:
-        if self._holding:
-            return False
+    def inside(self) -> bool:
+        return self._depth > 0
+
+    def regain(self) -> None:
+        self._acquire(again=True)
+        self.reload()
+
+    def reload(self) -> None:
+        if self._loaded:
+            return
+        with self.clock.counting("switch"):
+            assert self.worker is not None
+            self.worker.onload()
+        self._loaded = True
+
+    def _acquire(self, again: bool) -> None:
+        member = self.spec.member
+        with self.clock.counting("lock"):
+            pending = self.client.request(lambda req: Acquire(req, member, again), "the devices of this group")
+            granted = self.client.wait(pending)
+        if granted.refused:
+            raise RLinfError(f"no devices for {member}: {granted.refused}")
+
+    def _release_devices(self) -> None:
+        """Leave whatever section a task that failed was in."""
+        if self._depth:
+            self._depth = 1
+            self.exit_device()
+
+    def _serve_offload(self) -> None:
         if self._loaded:
             with self.clock.counting("switch"):
                 assert self.worker is not None
                 self.worker.offload()
             self._loaded = False
         self.client.send(Offloaded(member=self.spec.member))
-        return True
 
 
 def _pickled(call: Call, value: Any) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlinf_core.board import events as ev
 from rlinf_core.errors import AccountError, ChannelError, TraceError, nearest
@@ -96,7 +96,10 @@ class LiveStep(Step):
             stage = self._live.groups[group].stage()
             ranks = len(plan.groups[group].processes)
             portion = plan.portion_for(phase, name, group)
-            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, stage.barrier, portion))  # type: ignore[arg-type]
+            barrier = cast(ev.Barrier, stage.barrier)
+            # A replica that computes together adds its portions up: their order must not depend on timing.
+            ordered = stage.collective and barrier == "group"
+            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered))
         for index in self._traced.writers(name):
             for member in self._runtime.members(self._traced.calls[index].group):
                 events.append(ev.AddWriter(ref.full_name, f"{member}#{index}"))
@@ -302,7 +305,7 @@ class LiveFlow(Flow):
 
     def _declare(self, spec: GroupSpec) -> None:
         traced = self._traced_groups.get(spec.name)
-        if traced is None or traced.worker is not spec.worker:
+        if traced is None or traced.worker is not spec.worker or traced.barrier != spec.barrier:
             raise TraceError(f"group {spec.name!r} is declared differently from the traced program")
 
     def _steps(self, count: int, name: str) -> Iterator[Step]:

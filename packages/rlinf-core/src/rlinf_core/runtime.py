@@ -5,6 +5,7 @@ The program never sees it; ``rlinf_core.live`` turns steps and group calls into 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -12,6 +13,7 @@ import pickle
 import secrets
 import threading
 import time
+import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_core.board import events as ev
-from rlinf_core.channel import Clock, Endpoint, Writer
+from rlinf_core.channel import Clock, Endpoint, Sections, Writer
 from rlinf_core.cluster import Cluster
 from rlinf_core.devicelock import DeviceLock
 from rlinf_core.errors import Cancelled, ChannelError, ConfigError, RLinfError, WaitTimeout, WorkerError
@@ -139,7 +141,7 @@ class Runtime:
         hello = Hello(DRIVER, os.getpid(), address[0], self._payloads.address)
         self._client = HubClient(address, self._secret, hello, on_message=self._on_message, on_release=store.release)
         fetcher = PayloadFetcher(self._secret, store, DRIVER)
-        self._endpoint = Endpoint(self._client, store, fetcher, self._payloads.address, DRIVER, 0, Clock())
+        self._endpoint = Endpoint(self._client, store, fetcher, self._payloads.address, DRIVER, 0, Clock(), Sections())
         self._set_lock()
         names = [m for g in self.groups for m in self.members(g)]
         progress(f"starting {len(names)} worker process(es): {', '.join(names)}")
@@ -276,7 +278,10 @@ class Runtime:
                 data = pickle.dumps((args, kwargs), protocol=5)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise ChannelError(f"{group}.{task}(): an argument cannot be sent to the workers: {error}") from error
-            calls.append(Call(call_id, member, kind, task, step, index, data, outputs))
+            inputs = tuple(
+                a.channel for a in (*args, *kwargs.values()) if isinstance(a, ChannelArg) and a.direction == "in"
+            )
+            calls.append(Call(call_id, member, kind, task, step, index, data, outputs, inputs))
         with self._condition:
             self._calls[call_id] = state
         self.send(*calls)
@@ -289,21 +294,20 @@ class Runtime:
         out = Writer(self._endpoint, ChannelArg(channel, "out", writer))
 
         def body() -> None:
-            self.send(Feeding(1))
             try:
+                self.send(Feeding(1))
                 for item in items():
                     out.put(item, key=None if key is None else key(item))
                 out.close()
             except Cancelled:
                 return  # the run is being stopped and its cause is known
             except Exception as error:  # the user's iterable may raise anything
-                import traceback
-
                 cause = f"the feed of channel {channel!r} failed: {type(error).__name__}: {error}"
-                self.send(ev.PoisonWriter(channel=channel, writer=writer, cause=cause))
-                self.send(Failure(DRIVER, cause, traceback.format_exc()))
+                with contextlib.suppress(Cancelled):
+                    self.send(ev.PoisonWriter(channel=channel, writer=writer, cause=cause))
+                    self.send(Failure(DRIVER, cause, traceback.format_exc()))
             finally:
-                if self._client is not None and self._client.cancelled is None:
+                with contextlib.suppress(Cancelled):  # the run has ended meanwhile
                     self.send(Feeding(-1))
 
         threading.Thread(target=body, name=f"rlinf-feed-{channel}", daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 DRIVER = "driver"
 
@@ -40,6 +41,8 @@ class Call:
     arguments: bytes = b""
     """Pickled ``(args, kwargs)``; only the member unpickles it, so that a fault there is that task's error."""
     outputs: tuple[ChannelArg, ...] = ()
+    inputs: tuple[str, ...] = ()
+    """Full names of the channels that the task reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +128,14 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """A rank asks for its replica's devices; answered with ``Granted``."""
+    """A rank asks for its replica's devices; answered with ``Granted``.
+
+    ``again``: it was inside a section when a wait of it ended early, and goes on in that section.
+    """
 
     req: tuple[str, int]
     member: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,13 @@ class ReleaseDevices:
 @dataclass(frozen=True, slots=True)
 class Offloaded:
     member: str
+
+
+@dataclass(frozen=True, slots=True)
+class AtSafePoint:
+    """A get or join made inside a section: while it waits the hub may give the devices to others."""
+
+    event: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
     data = load_data(cfg)
     generator = flow.group("generator", Generator, cfg)
     reward = flow.group("reward", Reward, cfg)
-    actor = flow.group("actor", Actor, cfg)
+    actor = flow.group("actor", Actor, cfg, barrier=Actor.barrier_of(cfg))
 
     def evaluate(when: str) -> None:
         """Greedy accuracy on problems that no phase trains on."""
