@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,16 +37,17 @@ class Clock:
     wait: float = 0.0
     lock: float = 0.0
     switch: float = 0.0
-    paused: float = field(default=0.0, repr=False)
+    aside: float = 0.0
+    """Spent in other calls that were served while this one waited."""
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
-        switch_before = self.switch
+        switch_before, aside_before = self.switch, self.aside
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
+            spent = time.perf_counter() - start - (self.aside - aside_before)
             if what != "switch":
                 spent -= self.switch - switch_before  # an offload served inside a wait is booked as switching
             setattr(self, what, getattr(self, what) + spent)
@@ -314,7 +315,7 @@ def _key(key: Any) -> Any:
 def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
     client, sections = endpoint.client, endpoint.sections
     try:
-        value = client.wait(pending, timeout)
+        value = client.wait(pending, timeout, aside=not sections.inside())
     except BaseException as error:
         client.forget(pending)
         if client.cancelled is None and not pending.done:

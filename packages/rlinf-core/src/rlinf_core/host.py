@@ -66,6 +66,8 @@ class HostSpec:
     run_dir: str
     hub: tuple[str, int]
     secret: bytes
+    address: str
+    """Address of the rank's own node, where it serves what it puts."""
     threads: int = 1
     cores: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
@@ -156,8 +158,8 @@ class Host(Sections):
             prepare_process(spec)
         sys.path[:0] = [p for p in _code_path(spec) if p not in sys.path]
         store = PayloadStore()
-        server = PayloadServer(store, spec.secret, spec.hub[0])
-        hello = Hello(spec.member, os.getpid(), spec.hub[0], server.address)
+        server = PayloadServer(store, spec.secret, spec.address)
+        hello = Hello(spec.member, os.getpid(), spec.address, server.address)
         self.client = HubClient(
             spec.hub,
             spec.secret,
@@ -166,6 +168,7 @@ class Host(Sections):
             on_lost=None if spec.in_process else _exit_with_driver,
         )
         self.client.serve_offload = self._serve_offload
+        self.client.serve_side_call = self._run_aside
         fetcher = PayloadFetcher(spec.secret, store, spec.member)
         self.endpoint = Endpoint(self.client, store, fetcher, server.address, spec.group, spec.rank, self.clock, self)
         if not spec.in_process:
@@ -231,8 +234,24 @@ class Host(Sections):
             writer.close()
         return result
 
+    def _run_aside(self, call: Call) -> None:
+        """A call run in the middle of another one, where that waits for input or is about to enter a section."""
+        assert self.worker is not None
+        context: Any = self.worker._ctx
+        outer = (context.step, context.step_index, self._depth)
+        clock = (self.clock.wait, self.clock.lock, self.clock.switch)
+        began = time.perf_counter()
+        self._depth = 0
+        try:
+            self._run(call, partial(self._task, call))
+        finally:
+            context.step, context.step_index, self._depth = outer
+            self.clock.wait, self.clock.lock, self.clock.switch = clock
+            self.clock.aside += time.perf_counter() - began
+
     def _run(self, call: Call, body: Callable[[], Any]) -> None:
         self.clock.wait = self.clock.lock = self.clock.switch = 0.0
+        aside_before = self.clock.aside
         start, began = time.time(), time.perf_counter()
         value = b""
         ok, error, text, secondary = True, "", "", False
@@ -249,7 +268,8 @@ class Host(Sections):
         finally:
             self._release_devices()
         end = start + (time.perf_counter() - began)
-        times = CallTimes(start, end, self.clock.wait, self.clock.lock, self.clock.switch)
+        aside = self.clock.aside - aside_before
+        times = CallTimes(start, end, self.clock.wait, self.clock.lock, self.clock.switch, aside)
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()
         self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
@@ -262,6 +282,7 @@ class Host(Sections):
         if not self.spec.uses_devices:
             return
         if self._depth == 0:
+            self.client.serve_side_calls()
             self._acquire(again=False)
         self._depth += 1
         self.reload()

@@ -63,6 +63,9 @@ class CallState:
     members: tuple[str, ...]
     results: dict[str, CallResult] = field(default_factory=dict)
 
+    then: Callable[[], None] | None = None
+    """Called on the control thread when all ranks are done."""
+
     @property
     def done(self) -> bool:
         return len(self.results) == len(self.members)
@@ -182,6 +185,7 @@ class Runtime:
             run_dir=str(self.run_dir),
             hub=self._server.address,
             secret=self._secret,
+            address=self.cluster.nodes[node],
             threads=max(1, len(cores)),
             cores=cores,
             env=env,
@@ -258,6 +262,30 @@ class Runtime:
         """Dispatch a task to all ranks of a group; ``arguments(member)`` gives each rank's."""
         return self._dispatch(group, "task", task, step, index, arguments)
 
+    def call_aside(
+        self,
+        after: CallState,
+        group: str,
+        task: str,
+        step: str,
+        index: int,
+        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> CallState:
+        """As ``call``, but dispatched when ``after`` is done, and run at each rank's next safe point instead of after
+        the calls that it has before this one."""
+        state, calls = self._prepare(group, "aside", task, step, index, arguments)
+
+        def dispatch() -> None:
+            with contextlib.suppress(Cancelled):  # the run is being stopped
+                self.send(*calls)
+
+        with self._condition:
+            if not after.done:
+                after.then = dispatch
+                return state
+        dispatch()
+        return state
+
     def _dispatch(
         self,
         group: str,
@@ -267,25 +295,36 @@ class Runtime:
         index: int,
         arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
     ) -> CallState:
+        state, calls = self._prepare(group, kind, task, step, index, arguments)
+        self.send(*calls)
+        return state
+
+    def _prepare(
+        self,
+        group: str,
+        kind: str,
+        task: str,
+        step: str,
+        index: int,
+        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> tuple[CallState, list[Call]]:
         self.check()
         call_id = next(self._ids)
         state = CallState(group, task, step, self.members(group))
         calls = []
         for member in state.members:
             args, kwargs = arguments(member)
-            outputs = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, ChannelArg) and a.direction == "out")
+            channels = [a for a in (*args, *kwargs.values()) if isinstance(a, ChannelArg)]
+            outputs = tuple(a for a in channels if a.direction == "out")
+            inputs = tuple(a.channel for a in channels if a.direction == "in")
             try:
                 data = pickle.dumps((args, kwargs), protocol=5)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise ChannelError(f"{group}.{task}(): an argument cannot be sent to the workers: {error}") from error
-            inputs = tuple(
-                a.channel for a in (*args, *kwargs.values()) if isinstance(a, ChannelArg) and a.direction == "in"
-            )
             calls.append(Call(call_id, member, kind, task, step, index, data, outputs, inputs))
         with self._condition:
             self._calls[call_id] = state
-        self.send(*calls)
-        return state
+        return state, calls
 
     def feed(
         self, channel: str, writer: str, items: Callable[[], Iterable[Any]], key: Callable[[Any], Any] | None
@@ -359,6 +398,7 @@ class Runtime:
             if self._on_log is not None:
                 self._on_log(message)
             return
+        then: Callable[[], None] | None = None
         with self._condition:
             if isinstance(message, CallResult):
                 state = self._calls[message.call_id]
@@ -366,6 +406,7 @@ class Runtime:
                 self.reads.update(message.reads)
                 if state.done:
                     del self._calls[message.call_id]
+                    then = state.then if self.failure is None else None
             elif isinstance(message, Hello):
                 self._hellos[message.member] = message
             elif isinstance(message, Died):
@@ -375,6 +416,8 @@ class Runtime:
             elif isinstance(message, ev.StepAccount):
                 self._accounts[message.step] = message
             self._condition.notify_all()
+        if then is not None:
+            then()
 
     # End
 

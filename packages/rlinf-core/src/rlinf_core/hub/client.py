@@ -60,6 +60,8 @@ class HubClient:
         self._ids = itertools.count()
         self._pending: dict[tuple[str, int], Pending] = {}
         self._calls: deque[Call] = deque()
+        self._side_calls: deque[Call] = deque()
+        self._aside = False
         self._offload_wanted = False
         self._offload_callbacks: list[Callable[[], None]] = []
         self._closed = False
@@ -68,6 +70,7 @@ class HubClient:
         self._on_lost = on_lost
         self.engine_thread = threading.current_thread()
         self.serve_offload: Callable[[], None] | None = None
+        self.serve_side_call: Callable[[Call], None] | None = None
         self.cancelled: str | None = None
         self.send(hello)
         self._thread = threading.Thread(target=self._read, name=f"rlinf-control-{self.member}", daemon=True)
@@ -111,15 +114,17 @@ class HubClient:
 
     # Waiting
 
-    def wait(self, pending: Pending, timeout: float | None = None) -> Any:
-        """Value of a request. Serves offload requests meanwhile when called on the engine thread."""
+    def wait(self, pending: Pending, timeout: float | None = None, *, aside: bool = False) -> Any:
+        """Value of a request. On the engine thread it serves offload requests meanwhile, and calls that may be run
+        ``aside`` if the caller allows it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         engine = threading.current_thread() is self.engine_thread
+        aside = aside and not self._aside
         while True:
             with self._condition:
                 while not pending.done:
                     self.check()
-                    if engine and self._offload_wanted:
+                    if engine and (self._offload_wanted or (aside and self._side_calls)):
                         break
                     remaining = None if deadline is None else deadline - time.monotonic()
                     if remaining is not None and remaining <= 0:
@@ -128,18 +133,34 @@ class HubClient:
                 else:
                     return pending.value
             self.offload_if_wanted()
+            if aside:
+                self.serve_side_calls()
 
     def next_call(self) -> Call:
         """Next call for the engine thread; blocks, serving offload requests."""
         while True:
             with self._condition:
-                while not self._calls and not self._offload_wanted:
+                while not (self._calls or self._side_calls or self._offload_wanted):
                     self.check()
                     self._condition.wait()
                 self.check()
-                if not self._offload_wanted:
+                if not self._offload_wanted and not self._side_calls:
                     return self._calls.popleft()
             self.offload_if_wanted()
+            self.serve_side_calls()
+
+    def serve_side_calls(self) -> None:
+        """Run the calls that are to be run at a safe point (engine thread), one after the other in their order."""
+        while self.serve_side_call is not None and not self._aside:
+            with self._condition:
+                if not self._side_calls:
+                    return
+                call = self._side_calls.popleft()
+            self._aside = True  # what this call waits for must not let the next one overtake it
+            try:
+                self.serve_side_call(call)
+            finally:
+                self._aside = False
 
     def on_offload(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the control thread whenever an offload is wanted (for asynchronous waits)."""
@@ -182,7 +203,7 @@ class HubClient:
     def _dispatch(self, message: Any) -> None:
         if isinstance(message, Call):
             with self._condition:
-                self._calls.append(message)
+                (self._side_calls if message.kind == "aside" else self._calls).append(message)
                 self._condition.notify_all()
         elif isinstance(message, Release):
             if self._on_release is not None:

@@ -30,7 +30,8 @@ class ChannelArg:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run ``task`` on ``member``. ``kind`` is ``setup``, ``task`` or ``stop``."""
+    """Run ``task`` on ``member``. ``kind`` is ``setup``, ``task``, ``stop``, or ``aside``: a task that need not
+    await its turn but is run at the next safe point (installing weights between samples)."""
 
     call_id: int
     member: str
@@ -58,10 +59,12 @@ class CallTimes:
     wait: float = 0.0
     lock: float = 0.0
     switch: float = 0.0
+    aside: float = 0.0
+    """Other calls that were served while this one waited."""
 
     @property
     def work(self) -> float:
-        return max(0.0, self.end - self.start - self.wait - self.lock - self.switch)
+        return max(0.0, self.end - self.start - self.wait - self.lock - self.switch - self.aside)
 
 
 @dataclass(frozen=True, slots=True)

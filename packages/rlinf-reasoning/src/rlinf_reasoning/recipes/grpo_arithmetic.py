@@ -49,7 +49,7 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
         flow.record("warm_start", step.join())
     evaluate("before")
 
-    for step in flow.steps(cfg.num_steps):
+    for step in flow.steps(cfg.num_steps, max_staleness=cfg.algorithm.max_staleness):
         prompts, samples, scored = step.channels("prompts", "samples", "scored")
         step.feed(prompts, data.batch(step.index))
         generator.generate(prompts, samples)
