@@ -271,7 +271,8 @@ class LiveStep(Step):
         step = end - self._begin
         devices = {d for g in self._runtime.plan.groups.values() for p in g.processes for d in p}
         timings["time/step_s"] = step
-        timings["time/framework_s"] = max(0.0, step - _union(covered))
+        if not self._staleness:  # else the step also waits for earlier ones, which is not the framework's time
+            timings["time/framework_s"] = max(0.0, step - _union(covered))
         if devices and step > 0:
             timings["device/use"] = min(1.0, busy / (len(devices) * step))
         return timings
