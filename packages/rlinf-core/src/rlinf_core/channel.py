@@ -39,6 +39,8 @@ class Clock:
     switch: float = 0.0
     aside: float = 0.0
     """Spent in other calls that were served while this one waited."""
+    items: int = 0
+    """Items taken so far, over all calls."""
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
@@ -215,6 +217,7 @@ class Reader(In[Any]):
         if not descriptors:
             return []
         values = self._endpoint.fetcher.fetch(descriptors)
+        self._endpoint.clock.items += len(values)
         self._endpoint.client.send(ev.Fetched(uids=tuple(uids), group=self._endpoint.group))
         return values
 

@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -251,7 +252,7 @@ class Host(Sections):
 
     def _run(self, call: Call, body: Callable[[], Any]) -> None:
         self.clock.wait = self.clock.lock = self.clock.switch = 0.0
-        aside_before = self.clock.aside
+        aside_before, items_before = self.clock.aside, self.clock.items
         start, began = time.time(), time.perf_counter()
         value = b""
         ok, error, text, secondary = True, "", "", False
@@ -269,7 +270,8 @@ class Host(Sections):
             self._release_devices()
         end = start + (time.perf_counter() - began)
         aside = self.clock.aside - aside_before
-        times = CallTimes(start, end, self.clock.wait, self.clock.lock, self.clock.switch, aside)
+        clock, items = self.clock, self.clock.items - items_before
+        times = CallTimes(start, end, clock.wait, clock.lock, clock.switch, aside, items, _peak_bytes())
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()
         self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
@@ -330,6 +332,14 @@ class Host(Sections):
                 self.worker.offload()
             self._loaded = False
         self.client.send(Offloaded(member=self.spec.member))
+
+
+def _peak_bytes() -> int:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _pickled(call: Call, value: Any) -> bytes:

@@ -61,6 +61,10 @@ class CallTimes:
     switch: float = 0.0
     aside: float = 0.0
     """Other calls that were served while this one waited."""
+    items: int = 0
+    """Items that the call took from its channels."""
+    peak_bytes: int = 0
+    """Most memory so far: of the accelerator's allocator where there is one, else of the process."""
 
     @property
     def work(self) -> float:
