@@ -72,6 +72,8 @@ def train_rows(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in metrics if row["phase"] == "train"]
 
 
+STREAMED = ["algorithm.minibatches=1"]
+"""The trainer takes whole groups as they come (in the order of the step) instead of the batch at once."""
 LAYOUTS = {
     "temporal, one rank": ["plan=temporal", "placement.generator=0", "placement.actor=0"],
     "temporal, two ranks": ["plan=temporal", "placement.generator=0-1", "placement.actor=0-1"],
@@ -83,21 +85,30 @@ LAYOUTS = {
     ],
     "spatial, two ranks each, portions of 3": ["plan=spatial", "portion=3"],
 }
+STREAMED_LAYOUTS = {
+    "temporal, one rank": LAYOUTS["temporal, one rank"],
+    "temporal, one rank, portions of 8": [*LAYOUTS["temporal, one rank"], "portion=8"],
+    "spatial, two ranks each, portions of 3": LAYOUTS["spatial, two ranks each, portions of 3"],
+}
 
 
-def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path) -> None:
-    layout = LAYOUTS["spatial, two ranks each, portions of 3"]
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path, streamed: bool) -> None:
+    layout = [*LAYOUTS["spatial, two ranks each, portions of 3"], *(STREAMED if streamed else [])]
     first, again = result(tmp_path / "1", *layout), result(tmp_path / "2", *layout)
     assert first[0] == again[0]
     assert first[1] == again[1]
-    other = result(tmp_path / "3", *layout, "seed=1")
-    assert tokens(other[1]) != tokens(first[1])
+    if not streamed:
+        other = result(tmp_path / "3", *layout, "seed=1")
+        assert tokens(other[1]) != tokens(first[1])
 
 
-def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path: Path, streamed: bool) -> None:
+    how = STREAMED if streamed else []
     runs = {
-        name: result(tmp_path / str(i), "model.dtype=float64", *layout)
-        for i, (name, layout) in enumerate(LAYOUTS.items())
+        name: result(tmp_path / str(i), "model.dtype=float64", *layout, *how)
+        for i, (name, layout) in enumerate((STREAMED_LAYOUTS if streamed else LAYOUTS).items())
     }
     reference = runs["temporal, one rank"]
     assert len(reference[1]) == 3 * 8 * 4

@@ -598,3 +598,43 @@ class TestWords:
         text = describe_lost({f"s{i}": "reward[0] in train/0" for i in range(12)})
         assert text.startswith("s0 (last with reward[0] in train/0), s1")
         assert text.endswith("and 2 more")
+
+
+def test_an_ordered_reader_gets_groups_as_they_entered_the_step_not_as_they_arrive() -> None:
+    board = Board()
+    for event in (
+        ev.OpenChannel("s:fed", "s"),
+        ev.AddReader("s:fed", "maker"),
+        ev.AddWriter("s:fed", "driver#feed0"),
+        ev.SealWriters("s:fed"),
+        ev.OpenChannel("s:made", "s"),
+        ev.AddReader("s:made", "actor", collective=True, barrier="group", portion=2, ordered=True),
+        ev.AddWriter("s:made", "maker[0]#0"),
+        ev.SealWriters("s:made"),
+    ):
+        board.handle(event)
+    for n in range(4):
+        ids = (f"p{n}/0", f"p{n}/1")
+        board.handle(ev.Put(("driver", n), "driver#feed0", "s:fed", (ev.Item(None, ids=ids),)))
+    board.handle(ev.Get(("maker[0]", 0), "s:fed", "maker", n=4))
+
+    def put(n: int, i: int) -> list[ev.Instruction]:
+        item = ev.Item(None, ids=(f"p{n}/{i}",), group=f"p{n}", group_size=2)
+        return board.handle(ev.Put(("maker[0]", n, i), "maker[0]#0", "s:made", (item,)))
+
+    board.handle(ev.Get(("actor[0]", 0), "s:made", "actor", mode="portion", n=ev.PLAN))
+    delivered: list[ev.Instruction] = []
+    for n, i in [(2, 0), (2, 1), (3, 0), (1, 1), (1, 0)]:
+        delivered += [x for x in put(n, i) if isinstance(x, ev.Deliver)]
+    assert delivered == [], "group p0 is still awaited"
+    delivered += [x for x in (*put(0, 1), *put(0, 0)) if isinstance(x, ev.Deliver)]
+    assert [item.ids for item in delivered[0].items] == [("p0/0",), ("p0/1",)]  # type: ignore[union-attr]
+    (second,) = board.handle(ev.Get(("actor[0]", 1), "s:made", "actor", mode="portion", n=4))
+    assert [item.ids[0] for item in second.items] == ["p1/0", "p1/1", "p2/0", "p2/1"]  # type: ignore[union-attr]
+    board.handle(ev.Drop(("p3/1",), "no reward", "maker[0]", "s"))
+    (third,) = (
+        x
+        for x in board.handle(ev.Get(("actor[0]", 2), "s:made", "actor", mode="portion", n=1))
+        if isinstance(x, ev.Deliver)
+    )
+    assert [item.ids[0] for item in third.items] == ["p3/0"], "a dropped sample is not waited for"

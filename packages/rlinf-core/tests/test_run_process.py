@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from driving import our_workers
 
 from rlinf_core.cluster import SLOT
 
@@ -116,11 +117,22 @@ def start(recipe: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
         env=environment,
         cwd=folder,
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )
 
 
+def _heed_interrupts() -> None:
+    """A process started in the background of a script inherits an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"the run did not end within {timeout} s:\n{err}")
     return process.returncode, out, err
 
 
@@ -132,19 +144,6 @@ def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 60) ->
         assert process.poll() is None, process.communicate()
         tick.wait(0.1)
     raise AssertionError(f"{path} did not appear")
-
-
-def our_workers(folder: Path) -> list[psutil.Process]:
-    """Worker processes of runs in ``folder`` (their log files are open)."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if " ".join(process.info["cmdline"] or []).startswith("ray::"):
-            try:
-                if any(str(folder) in f.path for f in process.open_files()):
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-    return found
 
 
 def test_a_good_run_exits_with_0_and_leaves_its_directory(recipe: Path, address: str) -> None:
@@ -214,7 +213,13 @@ def test_interrupting_while_ray_starts(recipe: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "rlinf_core.cli.main", "run", str(recipe), f"run_dir={recipe.parent / 'runs'}"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )
     assert process.stderr is not None
     lines = []

@@ -203,12 +203,16 @@ class Update:
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
+        self.samples: list[Sample] = []
 
-    def __call__(self, samples: list[Sample]) -> dict[str, float]:
+    def add(self, samples: list[Sample]) -> None:
+        self.samples = samples
         if self.fails:
             raise NonFiniteError("loss sum is nan")
         for item in samples:
             item.info["advantage"] = 0.5
+
+    def finish(self) -> dict[str, float]:
         return {"loss": 1.0}
 
 

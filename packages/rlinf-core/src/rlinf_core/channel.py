@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlinf_core.board import events as ev
@@ -21,9 +22,10 @@ from rlinf_core.errors import (
     ChannelFull,
     ChannelPoisoned,
     EndOfChannel,
+    WaitTimeout,
 )
 from rlinf_core.hub.client import HubClient, Pending
-from rlinf_core.hub.messages import ChannelArg
+from rlinf_core.hub.messages import AtSafePoint, ChannelArg
 from rlinf_core.payload import Descriptor, Frame, PayloadFetcher, PayloadStore, encode
 from rlinf_core.worker import In, Out
 
@@ -35,19 +37,36 @@ class Clock:
     wait: float = 0.0
     lock: float = 0.0
     switch: float = 0.0
-    paused: float = field(default=0.0, repr=False)
+    aside: float = 0.0
+    """Spent in other calls that were served while this one waited."""
+    items: int = 0
+    """Items taken so far, over all calls."""
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
-        switch_before = self.switch
+        switch_before, aside_before = self.switch, self.aside
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
+            spent = time.perf_counter() - start - (self.aside - aside_before)
             if what != "switch":
                 spent -= self.switch - switch_before  # an offload served inside a wait is booked as switching
             setattr(self, what, getattr(self, what) + spent)
+
+
+class Sections:
+    """What a wait must know of device sections; a process without devices has none."""
+
+    def inside(self) -> bool:
+        """Whether the running task is in a section now."""
+        return False
+
+    def regain(self) -> None:
+        """Have the devices again after a wait inside a section that ended without an answer."""
+
+    def reload(self) -> None:
+        """Onload what was offloaded during a wait inside a section."""
 
 
 @dataclass
@@ -61,6 +80,7 @@ class Endpoint:
     group: str
     rank: int
     clock: Clock
+    sections: Sections
 
 
 def _message(channel: str, cause: str) -> str:
@@ -129,7 +149,7 @@ class Writer(Out[Any]):
     def _put(self, items: tuple[ev.Item, ...], timeout: float | None) -> None:
         with self._endpoint.clock.counting("wait"):
             pending = self._send(items, nowait=False)
-            self._answer(_wait(self._endpoint.client, pending, timeout), items)
+            self._answer(_wait(self._endpoint, pending, timeout), items)
 
     def put_nowait(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
@@ -159,8 +179,9 @@ class Reader(In[Any]):
 
     def _send(self, key: Any, mode: ev.Mode, n: int | None, weight: float, nowait: bool) -> Pending:
         e = self._endpoint
-        return e.client.request(
-            lambda req: ev.Get(
+
+        def event(req: tuple[str, int]) -> Any:
+            get = ev.Get(
                 req=req,
                 channel=self.name,
                 group=e.group,
@@ -170,9 +191,10 @@ class Reader(In[Any]):
                 n=n,
                 weight=weight,
                 nowait=nowait,
-            ),
-            f"an item of channel {self.name!r}",
-        )
+            )
+            return AtSafePoint(get) if e.sections.inside() else get
+
+        return e.client.request(event, f"an item of channel {self.name!r}")
 
     def _answer(self, answer: Any) -> list[Any]:
         if isinstance(answer, ev.Deliver):
@@ -195,6 +217,7 @@ class Reader(In[Any]):
         if not descriptors:
             return []
         values = self._endpoint.fetcher.fetch(descriptors)
+        self._endpoint.clock.items += len(values)
         self._endpoint.client.send(ev.Fetched(uids=tuple(uids), group=self._endpoint.group))
         return values
 
@@ -209,7 +232,7 @@ class Reader(In[Any]):
     ) -> list[Any]:
         with self._endpoint.clock.counting("wait"):
             pending = self._send(key, mode, n, weight, nowait)
-            return self._answer(_wait(self._endpoint.client, pending, timeout))
+            return self._answer(_wait(self._endpoint, pending, timeout))
 
     def get(self, key: Any = ..., timeout: float | None = None) -> Any:
         return self._take(_key(key), "items", timeout=timeout)[0]
@@ -270,14 +293,16 @@ def join(a: In[Any], b: In[Any], by: ev.JoinBy = "id") -> Iterator[tuple[Any, An
 
 def _joined(a: Reader, b: Reader, by: ev.JoinBy) -> Iterator[tuple[Any, Any]]:
     e = a._endpoint
+
+    def event(req: tuple[str, int]) -> Any:
+        pair = ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=by)
+        return AtSafePoint(pair) if e.sections.inside() else pair
+
     while True:
         with e.clock.counting("wait"):
-            pending = e.client.request(
-                lambda req: ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=by),
-                f"a matching pair of channels {a.name!r} and {b.name!r}",
-            )
+            pending = e.client.request(event, f"a matching pair of channels {a.name!r} and {b.name!r}")
             try:
-                pairs = a._answer(_wait(e.client, pending, None))
+                pairs = a._answer(_wait(e, pending, None))
             except EndOfChannel:
                 return
         yield from pairs
@@ -290,26 +315,39 @@ def _key(key: Any) -> Any:
     return key
 
 
-def _wait(client: HubClient, pending: Pending, timeout: float | None) -> Any:
+def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
+    client, sections = endpoint.client, endpoint.sections
     try:
-        return client.wait(pending, timeout)
-    except BaseException:
+        value = client.wait(pending, timeout, aside=not sections.inside())
+    except BaseException as error:
         client.forget(pending)
         if client.cancelled is None and not pending.done:
             client.send(ev.CancelRequest(req=pending.req))
+            if isinstance(error, WaitTimeout) and sections.inside():
+                sections.regain()
         raise
+    if sections.inside():
+        sections.reload()
+    return value
 
 
 async def _awaited(client: HubClient, pending: Pending) -> Any:
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
-    client.on_done(pending, lambda: _wake(loop, ready))
+    wake = partial(_wake, loop, ready)
+    client.on_done(pending, wake)
+    client.on_offload(wake)  # an offload request is served in an asynchronous wait too
     try:
-        await ready.wait()
+        while not pending.done and client.cancelled is None:
+            await ready.wait()
+            ready.clear()
+            client.offload_if_wanted()
     except asyncio.CancelledError:
         client.forget(pending)
         client.send(ev.CancelRequest(req=pending.req))
         raise
+    finally:
+        client.off_offload(wake)
     if not pending.done:
         client.check()
     return pending.value

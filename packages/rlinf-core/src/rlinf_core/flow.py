@@ -58,10 +58,11 @@ class GroupSpec:
     name: str
     worker: type[Worker]
     cfg: Any
+    barrier: str = "item"
 
     def stage(self) -> StageSpec:
         w = self.worker
-        return StageSpec(self.name, None if w.device else w.ranks, w.device, w.collective, w.barrier)
+        return StageSpec(self.name, None if w.device else w.ranks, w.device, w.collective, self.barrier)
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,11 @@ class Flow:
         self.groups: dict[str, GroupSpec] = {}
         self._stack: list[Step] = []
 
-    def group(self, name: str, worker: type[Worker], cfg: Any = None) -> Group:
-        """Declare a worker group. Nothing is started; the plan decides where its ranks run."""
+    def group(self, name: str, worker: type[Worker], cfg: Any = None, *, barrier: str | None = None) -> Group:
+        """Declare a worker group. Nothing is started; the plan decides where its ranks run.
+
+        ``barrier`` replaces the class's, for a stage whose options decide what must be complete before it may work.
+        """
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
             raise TraceError(f"group {name!r}: {worker!r} is not a subclass of Worker")
         if not name.isidentifier() or name == "driver":
@@ -242,18 +246,24 @@ class Flow:
             raise TraceError(f"group {name!r} is declared twice")
         if not task_names(worker):
             raise TraceError(f"group {name!r}: {worker.__name__} has no method marked with @task")
-        spec = GroupSpec(name, worker, cfg)
+        spec = GroupSpec(name, worker, cfg, worker.barrier if barrier is None else barrier)
         self._declare(spec)
         self.groups[name] = spec
         return Group(self, spec)
 
-    def steps(self, count: int, name: str = "train") -> Iterator[Step]:
-        """Steps 0 … count-1 of a phase. Phases may follow one another or nest between a step's join and its end."""
+    def steps(self, count: int, name: str = "train", *, max_staleness: int = 0) -> Iterator[Step]:
+        """Steps 0 … count-1 of a phase. Phases may follow one another or nest between a step's join and its end.
+
+        With ``max_staleness=k``, ``step.join()`` returns when the step k before is done: at most k+1 steps are open, so
+        what a step computes uses weights at most k updates old. Published weights are then installed between samples.
+        """
         if not name.isidentifier():
             raise TraceError(f"phase name {name!r} is not an identifier")
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise TraceError(f"flow.steps({count!r}): the number of steps must be a whole number >= 0")
-        return self._steps(count, name)
+        if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+            raise TraceError(f"flow.steps(max_staleness={max_staleness!r}): a whole number >= 0")
+        return self._steps(count, name, max_staleness)
 
     def every(self, step: Step, interval: int) -> bool:
         """True every ``interval`` steps (after steps interval-1, 2·interval-1, …; never for 0) and while tracing."""
@@ -263,7 +273,7 @@ class Flow:
         """Show a phase's metrics to the user and keep them in the run's summary under ``name``."""
         raise AssertionError("implemented by the traced and the live flow")
 
-    def _steps(self, count: int, name: str) -> Iterator[Step]:
+    def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
         raise AssertionError("implemented by the traced and the live flow")
 
     def _declare(self, spec: GroupSpec) -> None:
@@ -352,7 +362,7 @@ class TraceFlow(Flow):
         super().__init__(seed, run_dir)
         self._phases: dict[str, PhaseGraph] = {}
 
-    def _steps(self, count: int, name: str) -> Iterator[Step]:
+    def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
         step = TraceStep(self, name, count)
         self._stack.append(step)
         try:

@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import pickle
+import resource
 import shutil
 import signal
 import sys
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_core.board import events as ev
-from rlinf_core.channel import Clock, Endpoint, Reader, Writer
+from rlinf_core.channel import Clock, Endpoint, Reader, Sections, Writer
 from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import (
@@ -66,6 +67,8 @@ class HostSpec:
     run_dir: str
     hub: tuple[str, int]
     secret: bytes
+    address: str
+    """Address of the rank's own node, where it serves what it puts."""
     threads: int = 1
     cores: tuple[int, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
@@ -137,7 +140,7 @@ class _Context:
             self._host.client.send(ev.Trained(ids=ids, member=member, step=self.step))
 
 
-class Host:
+class Host(Sections):
     """Runs a worker's calls one after the other, in the order they arrive."""
 
     def __init__(self, spec: HostSpec) -> None:
@@ -145,7 +148,6 @@ class Host:
         self.clock = Clock()
         self.worker: Worker | None = None
         self._depth = 0
-        self._holding = False
         self._loaded = False
 
     # Main loop (engine thread)
@@ -157,8 +159,8 @@ class Host:
             prepare_process(spec)
         sys.path[:0] = [p for p in _code_path(spec) if p not in sys.path]
         store = PayloadStore()
-        server = PayloadServer(store, spec.secret, spec.hub[0])
-        hello = Hello(spec.member, os.getpid(), spec.hub[0], server.address)
+        server = PayloadServer(store, spec.secret, spec.address)
+        hello = Hello(spec.member, os.getpid(), spec.address, server.address)
         self.client = HubClient(
             spec.hub,
             spec.secret,
@@ -167,8 +169,9 @@ class Host:
             on_lost=None if spec.in_process else _exit_with_driver,
         )
         self.client.serve_offload = self._serve_offload
+        self.client.serve_side_call = self._run_aside
         fetcher = PayloadFetcher(spec.secret, store, spec.member)
-        self.endpoint = Endpoint(self.client, store, fetcher, server.address, spec.group, spec.rank, self.clock)
+        self.endpoint = Endpoint(self.client, store, fetcher, server.address, spec.group, spec.rank, self.clock, self)
         if not spec.in_process:
             sys.stdout = _LineForwarder(self.client, spec.member, "stdout")
             sys.stderr = _LineForwarder(self.client, spec.member, "stderr")
@@ -232,8 +235,24 @@ class Host:
             writer.close()
         return result
 
+    def _run_aside(self, call: Call) -> None:
+        """A call run in the middle of another one, where that waits for input or is about to enter a section."""
+        assert self.worker is not None
+        context: Any = self.worker._ctx
+        outer = (context.step, context.step_index, self._depth)
+        clock = (self.clock.wait, self.clock.lock, self.clock.switch)
+        began = time.perf_counter()
+        self._depth = 0
+        try:
+            self._run(call, partial(self._task, call))
+        finally:
+            context.step, context.step_index, self._depth = outer
+            self.clock.wait, self.clock.lock, self.clock.switch = clock
+            self.clock.aside += time.perf_counter() - began
+
     def _run(self, call: Call, body: Callable[[], Any]) -> None:
         self.clock.wait = self.clock.lock = self.clock.switch = 0.0
+        aside_before, items_before = self.clock.aside, self.clock.items
         start, began = time.time(), time.perf_counter()
         value = b""
         ok, error, text, secondary = True, "", "", False
@@ -250,53 +269,77 @@ class Host:
         finally:
             self._release_devices()
         end = start + (time.perf_counter() - began)
-        times = CallTimes(start, end, self.clock.wait, self.clock.lock, self.clock.switch)
+        aside = self.clock.aside - aside_before
+        clock, items = self.clock, self.clock.items - items_before
+        times = CallTimes(start, end, clock.wait, clock.lock, clock.switch, aside, items, _peak_bytes())
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()
         self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
         self.client.offload_if_wanted()
 
-    # Devices. On this floor a replica that entered a section keeps its devices until its task ends.
+    # Devices: what the hub's lock decides, done by this process. The replica holds them from the outermost entry to the
+    # outermost exit, less the waits for input in between, and stays loaded until it is asked to offload.
 
     def enter_device(self) -> None:
         if not self.spec.uses_devices:
             return
+        if self._depth == 0:
+            self.client.serve_side_calls()
+            self._acquire(again=False)
         self._depth += 1
-        if not self._holding:
-            with self.clock.counting("lock"):
-                pending = self.client.request(
-                    lambda req: Acquire(req=req, member=self.spec.member), "the devices of this group"
-                )
-                granted = self.client.wait(pending)
-            if granted.refused:
-                raise RLinfError(f"no devices for {self.spec.member}: {granted.refused}")
-            self._holding = True
-        if not self._loaded:
-            with self.clock.counting("switch"):
-                assert self.worker is not None
-                self.worker.onload()
-            self._loaded = True
+        self.reload()
 
     def exit_device(self) -> None:
-        if self.spec.uses_devices:
-            self._depth -= 1
-
-    def _release_devices(self) -> None:
-        self._depth = 0
-        if self._holding:
-            self._holding = False
+        if not self.spec.uses_devices or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0 and self.client.cancelled is None:
             self.client.send(ReleaseDevices(member=self.spec.member))
 
-    def _serve_offload(self) -> bool:
-        if self._holding:
-            return False
+    def inside(self) -> bool:
+        return self._depth > 0
+
+    def regain(self) -> None:
+        self._acquire(again=True)
+        self.reload()
+
+    def reload(self) -> None:
+        if self._loaded:
+            return
+        with self.clock.counting("switch"):
+            assert self.worker is not None
+            self.worker.onload()
+        self._loaded = True
+
+    def _acquire(self, again: bool) -> None:
+        member = self.spec.member
+        with self.clock.counting("lock"):
+            pending = self.client.request(lambda req: Acquire(req, member, again), "the devices of this group")
+            granted = self.client.wait(pending)
+        if granted.refused:
+            raise RLinfError(f"no devices for {member}: {granted.refused}")
+
+    def _release_devices(self) -> None:
+        """Leave whatever section a task that failed was in."""
+        if self._depth:
+            self._depth = 1
+            self.exit_device()
+
+    def _serve_offload(self) -> None:
         if self._loaded:
             with self.clock.counting("switch"):
                 assert self.worker is not None
                 self.worker.offload()
             self._loaded = False
         self.client.send(Offloaded(member=self.spec.member))
-        return True
+
+
+def _peak_bytes() -> int:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _pickled(call: Call, value: Any) -> bytes:

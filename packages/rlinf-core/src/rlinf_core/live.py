@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlinf_core.board import events as ev
 from rlinf_core.errors import AccountError, ChannelError, TraceError, nearest
@@ -66,8 +67,19 @@ class Handle:
 class LiveStep(Step):
     """A step that runs. Its channels are opened with all readers and writers that the trace found."""
 
-    def __init__(self, flow: LiveFlow, phase: str, index: int, total: int, traced: PhaseGraph) -> None:
+    def __init__(
+        self,
+        flow: LiveFlow,
+        phase: str,
+        index: int,
+        total: int,
+        traced: PhaseGraph,
+        open_steps: deque[LiveStep],
+        staleness: int,
+    ) -> None:
         super().__init__(flow, phase, index, total)
+        self._open_steps = open_steps
+        self._staleness = staleness
         self._live = flow
         self._runtime = flow.runtime
         self._traced = traced
@@ -96,7 +108,10 @@ class LiveStep(Step):
             stage = self._live.groups[group].stage()
             ranks = len(plan.groups[group].processes)
             portion = plan.portion_for(phase, name, group)
-            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, stage.barrier, portion))  # type: ignore[arg-type]
+            barrier = cast(ev.Barrier, stage.barrier)
+            # A replica that computes together adds its portions up: their order must not depend on timing.
+            ordered = stage.collective and barrier == "group"
+            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered))
         for index in self._traced.writers(name):
             for member in self._runtime.members(self._traced.calls[index].group):
                 events.append(ev.AddWriter(ref.full_name, f"{member}#{index}"))
@@ -160,11 +175,11 @@ class LiveStep(Step):
             lambda m: ((ChannelArg(channel, "out", writers[m]), version, len(receivers)), {}),
         )
         self._track(sent)
-        return self._track(
-            self._runtime.call(
-                target.name, "receive_weights", self.full_name, self.index, lambda m: ((ChannelArg(channel, "in"),), {})
-            )
-        )
+        receive = (target.name, "receive_weights", self.full_name, self.index)
+        if self._staleness:
+            # The target may be at work on a later step by then: it takes the weights between two samples.
+            return self._track(self._runtime.call_aside(sent, *receive, lambda m: ((ChannelArg(channel, "in"),), {})))
+        return self._track(self._runtime.call(*receive, lambda m: ((ChannelArg(channel, "in"),), {})))
 
     def _track(self, state: CallState) -> Handle:
         handle = Handle(self._runtime, state)
@@ -180,11 +195,22 @@ class LiveStep(Step):
             raise TraceError(f"step {self.full_name} differs from the traced one: {difference}")
 
     def join(self) -> dict[str, float]:
-        if self._joined:
-            return self.metrics
-        difference = differences(self._traced, self._record.graph())
-        if difference:
-            raise TraceError(f"step {self.full_name} differs from the traced one: {difference}")
+        """Wait until the step ``max_staleness`` before this one is done (this one itself when it is 0).
+
+        Returns the metrics of the step that was waited for; empty while there is none yet.
+        """
+        if not self._joined:
+            self._joined = True
+            difference = differences(self._traced, self._record.graph())
+            if difference:
+                raise TraceError(f"step {self.full_name} differs from the traced one: {difference}")
+            self._open_steps.append(self)
+        metrics = self.metrics
+        while len(self._open_steps) > self._staleness:
+            metrics = self._open_steps.popleft()._finish()
+        return metrics
+
+    def _finish(self) -> dict[str, float]:
         for handle in self._handles:
             handle.wait()
         account = self._runtime.account(self.full_name, ACCOUNT_TIMEOUT_S)
@@ -196,7 +222,6 @@ class LiveStep(Step):
             self.metrics["tokens_per_s"] = self.metrics["response/tokens"] / self.metrics["time/step_s"]
         if account.dropped:
             self.metrics["samples/dropped"] = float(len(account.dropped))
-        self._joined = True
         self._live.listener.step_done(self, account.dropped)
         return self.metrics
 
@@ -246,7 +271,8 @@ class LiveStep(Step):
         step = end - self._begin
         devices = {d for g in self._runtime.plan.groups.values() for p in g.processes for d in p}
         timings["time/step_s"] = step
-        timings["time/framework_s"] = max(0.0, step - _union(covered))
+        if not self._staleness:  # else the step also waits for earlier ones, which is not the framework's time
+            timings["time/framework_s"] = max(0.0, step - _union(covered))
         if devices and step > 0:
             timings["device/use"] = min(1.0, busy / (len(devices) * step))
         return timings
@@ -302,10 +328,10 @@ class LiveFlow(Flow):
 
     def _declare(self, spec: GroupSpec) -> None:
         traced = self._traced_groups.get(spec.name)
-        if traced is None or traced.worker is not spec.worker:
+        if traced is None or traced.worker is not spec.worker or traced.barrier != spec.barrier:
             raise TraceError(f"group {spec.name!r} is declared differently from the traced program")
 
-    def _steps(self, count: int, name: str) -> Iterator[Step]:
+    def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
         traced = self._graph.phases.get(name)
         if traced is None:
             raise TraceError(
@@ -314,8 +340,9 @@ class LiveFlow(Flow):
             )
         first = self._next_index.get(name, 0)
         self._next_index[name] = first + count
+        open_steps: deque[LiveStep] = deque()
         for index in range(count):
-            step = LiveStep(self, name, first + index, first + count, traced)
+            step = LiveStep(self, name, first + index, first + count, traced, open_steps, max_staleness)
             self.listener.step_begins(step)
             self._stack.append(step)
             try:
@@ -323,6 +350,8 @@ class LiveFlow(Flow):
             finally:
                 self._stack.pop()
             step.join()
+        while open_steps:
+            open_steps.popleft()._finish()
 
     def record(self, name: str, metrics: Any) -> None:
         self.listener.record(name, metrics)

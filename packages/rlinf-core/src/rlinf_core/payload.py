@@ -9,6 +9,7 @@ Peers authenticate with the run's secret before anything is unpickled (``rlinf_c
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import pickle
@@ -177,6 +178,8 @@ class PayloadServer:
 
     def close(self) -> None:
         self._closed = True
+        with contextlib.suppress(OSError):  # wakes the accepting thread, which would take one more connection
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for sock in list(self._open):
             sock.close()

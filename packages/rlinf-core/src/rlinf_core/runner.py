@@ -23,6 +23,7 @@ from rlinf_core.progress import Progress
 from rlinf_core.rundir import RunDirectory
 from rlinf_core.runtime import CallState, Runtime
 
+Observer = Callable[[CallState, list[CallResult]], None]
 TRAIN = "train"
 """The phase whose steps count as training steps (the default of ``flow.steps``)."""
 _HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
@@ -31,8 +32,9 @@ _HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
 class RunListener:
     """Writes what the flow does into the run directory and onto the progress line."""
 
-    def __init__(self, directory: RunDirectory, progress: Progress) -> None:
+    def __init__(self, directory: RunDirectory, progress: Progress, observe: Observer | None = None) -> None:
         self._directory = directory
+        self._observe = observe
         self._progress = progress
         self._phase = ""
         self._trained_steps = 0
@@ -57,6 +59,8 @@ class RunListener:
             self._progress.note(f"{step.full_name}: {count} sample(s) dropped: {reason}")
 
     def spans(self, state: CallState, results: list[CallResult]) -> None:
+        if self._observe is not None:
+            self._observe(state, results)
         for rank, result in enumerate(results):
             t = result.times
             parts = {"step": state.step, "work_s": t.work, "wait_s": t.wait, "lock_s": t.lock, "switch_s": t.switch}
@@ -87,8 +91,11 @@ def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan,
     return plan, flatten(plan, graph, cluster)
 
 
-def run(cfg: Config, recipe: str) -> int:
-    """Run a recipe to its end; returns the exit code. Raises ``RLinfError`` with the first real cause."""
+def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
+    """Run a recipe to its end; returns the exit code. Raises ``RLinfError`` with the first real cause.
+
+    ``observe(call, results)`` is told of every call that has ended on all ranks (for profiles).
+    """
     from rlinf_core.cluster import connect, local_info
 
     previous = _on_sigterm()
@@ -101,7 +108,7 @@ def run(cfg: Config, recipe: str) -> int:
         )
         with directory:
             progress = Progress(sys.stderr)
-            listener = RunListener(directory, progress)
+            listener = RunListener(directory, progress, observe)
             directory.write_config(cfg.to_dict())
             progress.note(f"run directory: {directory.path}")
             progress.note("starting Ray" if not cfg.cluster.debug else "debug: all workers are threads of this process")

@@ -5,6 +5,7 @@ The program never sees it; ``rlinf_core.live`` turns steps and group calls into 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -12,6 +13,7 @@ import pickle
 import secrets
 import threading
 import time
+import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_core.board import events as ev
-from rlinf_core.channel import Clock, Endpoint, Writer
+from rlinf_core.channel import Clock, Endpoint, Sections, Writer
 from rlinf_core.cluster import Cluster
 from rlinf_core.devicelock import DeviceLock
 from rlinf_core.errors import Cancelled, ChannelError, ConfigError, RLinfError, WaitTimeout, WorkerError
@@ -60,6 +62,9 @@ class CallState:
     step: str
     members: tuple[str, ...]
     results: dict[str, CallResult] = field(default_factory=dict)
+
+    then: Callable[[], None] | None = None
+    """Called on the control thread when all ranks are done."""
 
     @property
     def done(self) -> bool:
@@ -139,7 +144,7 @@ class Runtime:
         hello = Hello(DRIVER, os.getpid(), address[0], self._payloads.address)
         self._client = HubClient(address, self._secret, hello, on_message=self._on_message, on_release=store.release)
         fetcher = PayloadFetcher(self._secret, store, DRIVER)
-        self._endpoint = Endpoint(self._client, store, fetcher, self._payloads.address, DRIVER, 0, Clock())
+        self._endpoint = Endpoint(self._client, store, fetcher, self._payloads.address, DRIVER, 0, Clock(), Sections())
         self._set_lock()
         names = [m for g in self.groups for m in self.members(g)]
         progress(f"starting {len(names)} worker process(es): {', '.join(names)}")
@@ -180,6 +185,7 @@ class Runtime:
             run_dir=str(self.run_dir),
             hub=self._server.address,
             secret=self._secret,
+            address=self.cluster.nodes[node],
             threads=max(1, len(cores)),
             cores=cores,
             env=env,
@@ -256,6 +262,30 @@ class Runtime:
         """Dispatch a task to all ranks of a group; ``arguments(member)`` gives each rank's."""
         return self._dispatch(group, "task", task, step, index, arguments)
 
+    def call_aside(
+        self,
+        after: CallState,
+        group: str,
+        task: str,
+        step: str,
+        index: int,
+        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> CallState:
+        """As ``call``, but dispatched when ``after`` is done, and run at each rank's next safe point instead of after
+        the calls that it has before this one."""
+        state, calls = self._prepare(group, "aside", task, step, index, arguments)
+
+        def dispatch() -> None:
+            with contextlib.suppress(Cancelled):  # the run is being stopped
+                self.send(*calls)
+
+        with self._condition:
+            if not after.done:
+                after.then = dispatch
+                return state
+        dispatch()
+        return state
+
     def _dispatch(
         self,
         group: str,
@@ -265,22 +295,36 @@ class Runtime:
         index: int,
         arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
     ) -> CallState:
+        state, calls = self._prepare(group, kind, task, step, index, arguments)
+        self.send(*calls)
+        return state
+
+    def _prepare(
+        self,
+        group: str,
+        kind: str,
+        task: str,
+        step: str,
+        index: int,
+        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> tuple[CallState, list[Call]]:
         self.check()
         call_id = next(self._ids)
         state = CallState(group, task, step, self.members(group))
         calls = []
         for member in state.members:
             args, kwargs = arguments(member)
-            outputs = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, ChannelArg) and a.direction == "out")
+            channels = [a for a in (*args, *kwargs.values()) if isinstance(a, ChannelArg)]
+            outputs = tuple(a for a in channels if a.direction == "out")
+            inputs = tuple(a.channel for a in channels if a.direction == "in")
             try:
                 data = pickle.dumps((args, kwargs), protocol=5)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise ChannelError(f"{group}.{task}(): an argument cannot be sent to the workers: {error}") from error
-            calls.append(Call(call_id, member, kind, task, step, index, data, outputs))
+            calls.append(Call(call_id, member, kind, task, step, index, data, outputs, inputs))
         with self._condition:
             self._calls[call_id] = state
-        self.send(*calls)
-        return state
+        return state, calls
 
     def feed(
         self, channel: str, writer: str, items: Callable[[], Iterable[Any]], key: Callable[[Any], Any] | None
@@ -289,21 +333,20 @@ class Runtime:
         out = Writer(self._endpoint, ChannelArg(channel, "out", writer))
 
         def body() -> None:
-            self.send(Feeding(1))
             try:
+                self.send(Feeding(1))
                 for item in items():
                     out.put(item, key=None if key is None else key(item))
                 out.close()
             except Cancelled:
                 return  # the run is being stopped and its cause is known
             except Exception as error:  # the user's iterable may raise anything
-                import traceback
-
                 cause = f"the feed of channel {channel!r} failed: {type(error).__name__}: {error}"
-                self.send(ev.PoisonWriter(channel=channel, writer=writer, cause=cause))
-                self.send(Failure(DRIVER, cause, traceback.format_exc()))
+                with contextlib.suppress(Cancelled):
+                    self.send(ev.PoisonWriter(channel=channel, writer=writer, cause=cause))
+                    self.send(Failure(DRIVER, cause, traceback.format_exc()))
             finally:
-                if self._client is not None and self._client.cancelled is None:
+                with contextlib.suppress(Cancelled):  # the run has ended meanwhile
                     self.send(Feeding(-1))
 
         threading.Thread(target=body, name=f"rlinf-feed-{channel}", daemon=True).start()
@@ -355,6 +398,7 @@ class Runtime:
             if self._on_log is not None:
                 self._on_log(message)
             return
+        then: Callable[[], None] | None = None
         with self._condition:
             if isinstance(message, CallResult):
                 state = self._calls[message.call_id]
@@ -362,6 +406,7 @@ class Runtime:
                 self.reads.update(message.reads)
                 if state.done:
                     del self._calls[message.call_id]
+                    then = state.then if self.failure is None else None
             elif isinstance(message, Hello):
                 self._hellos[message.member] = message
             elif isinstance(message, Died):
@@ -371,6 +416,8 @@ class Runtime:
             elif isinstance(message, ev.StepAccount):
                 self._accounts[message.step] = message
             self._condition.notify_all()
+        if then is not None:
+            then()
 
     # End
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import psutil
 
 from rlinf_core.cluster import connect
 from rlinf_core.flow import trace
 from rlinf_core.live import LiveFlow
 from rlinf_core.plan import flatten, make_plan
 from rlinf_core.runtime import Runtime
+
+
+def our_workers(folder: Path) -> list[psutil.Process]:
+    """Worker processes of runs in ``folder`` (their log files are open there)."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if " ".join(process.info["cmdline"] or []).startswith("ray::"):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if any(str(folder) in f.path for f in process.open_files()):
+                    found.append(process)
+    return found
 
 
 class Kept:

@@ -18,7 +18,7 @@ import torch
 from rlinf_algos import group_advantage
 from rlinf_core.config import Config
 from rlinf_core.registry import Registry
-from rlinf_core.types import LossFn, ParallelInfo, Prompt, Sample, Trainer
+from rlinf_core.types import LossFn, ParallelInfo, Prompt, Sample, StepInfo, Trainer
 from rlinf_reasoning.batch import Row, TokenForward, collate, micro_batches, per_row
 from rlinf_reasoning.losses import GrpoLoss, supervised_loss
 
@@ -54,9 +54,12 @@ def group_of(sample_id: str) -> str:
 
 
 class GrpoUpdate:
-    """One training step of GRPO on the scored samples of a step.
+    """One training step of GRPO on the scored samples of a step, which may come in portions of whole groups.
 
-    Reads ``cfg.algorithm`` and ``cfg.trainer.micro_batch_tokens``. ``reference`` gives log-probs for the KL term.
+    ``add`` each portion, then ``finish``. With ``algorithm.minibatches=1`` portions only accumulate gradients, and one
+    optimizer step is taken at the end: how the samples were cut changes nothing. With more minibatches the step needs
+    the whole batch in one portion. Reads ``cfg.algorithm`` and ``cfg.trainer.micro_batch_tokens``. ``reference`` gives
+    log-probs for the KL term.
     """
 
     def __init__(self, trainer: Trainer, cfg: Any, reference: Reference | None = None) -> None:
@@ -66,36 +69,64 @@ class GrpoUpdate:
         self.minibatches: int = cfg.algorithm.minibatches
         self.max_tokens: int = cfg.trainer.micro_batch_tokens
         self.loss = GrpoLoss(cfg.algorithm)
+        self._start()
+
+    def _start(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._before_update: dict[str, float] = {}
+        self._samples: list[Sample] = []
+        self._rewards: dict[str, float] = {}
+        self._advantages: dict[str, float] = {}
+        self._info: StepInfo | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Train on this rank's samples; sets ``info["advantage"]`` on each. Collective.
+        """``add`` and ``finish`` for a batch that comes whole."""
+        self.add(samples)
+        return self.finish()
 
-        Returns the metrics of the whole step, the same on every rank. A step whose groups all have equal rewards has
-        gradient zero and is counted in ``groups/without_signal``; a step without samples does nothing.
-        """
+    @property
+    def samples(self) -> list[Sample]:
+        """This rank's samples since the last ``finish``."""
+        return self._samples
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Forward and backward of this rank's part of a portion; sets ``info["advantage"]`` on each. Collective."""
         rewards = gather_rewards(self.trainer, samples)
         advantages = advantages_of(rewards, normalise_std=self.normalise_std)
         for sample in samples:
             sample.info["advantage"] = advantages[sample.id]
-        metrics = {**_sample_metrics(self.trainer.reduce(_sample_sums(samples))), **_group_metrics(rewards, advantages)}
-        if not rewards:
-            return metrics
-        sums: dict[str, float] = {}
-        for number, rows in enumerate(self._minibatches(samples, rewards)):
+        self._samples.extend(samples)
+        self._rewards.update(rewards)
+        self._advantages.update(advantages)
+        for rows in self._minibatches(samples, rewards):
             totals = accumulate(self.trainer, rows, self.loss, self._pad_id, self.max_tokens)
-            info = self.trainer.step(totals["count"])
+            if self._info is None:  # nothing is updated yet: what remains is the rollout engine against the trainer
+                _add(self._before_update, totals)
+            _add(self._sums, totals)
+            if self.minibatches > 1:
+                self._info = self.trainer.step(totals["count"])
+
+    def finish(self) -> dict[str, float]:
+        """The optimizer step over all portions. Collective.
+
+        Returns the metrics of the whole step, the same on every rank. A step whose groups all have equal rewards has
+        gradient zero and is counted in ``groups/without_signal``; a step without samples does nothing.
+        """
+        sums, rewards = self._sums, self._rewards
+        metrics = _sample_metrics(self.trainer.reduce(_sample_sums(self._samples)))
+        metrics.update(_group_metrics(dict(sorted(rewards.items())), self._advantages))
+        if rewards:
+            info = self._info or self.trainer.step(sums["count"])
             metrics["grad_norm"], metrics["lr"] = info.grad_norm, info.lr
-            if number == 0:  # nothing is updated yet: what remains is the rollout engine against the trainer
-                metrics["policy/engine_kl"] = totals["approx_kl"] / totals["tokens"]
-            for name, value in totals.items():
-                sums[name] = sums.get(name, 0.0) + value
-        tokens = sums["tokens"]
-        metrics["loss"] = sums["loss"] / sums["count"]
-        metrics["policy/ratio"] = sums["ratio"] / tokens
-        metrics["policy/clipped"] = (sums["clip_low"] + sums["clip_high"]) / tokens
-        metrics["policy/entropy"] = sums["entropy"] / tokens
-        if "kl" in sums:
-            metrics["policy/reference_kl"] = sums["kl"] / tokens
+            metrics["policy/engine_kl"] = self._before_update["approx_kl"] / self._before_update["tokens"]
+            tokens = sums["tokens"]
+            metrics["loss"] = sums["loss"] / sums["count"]
+            metrics["policy/ratio"] = sums["ratio"] / tokens
+            metrics["policy/clipped"] = (sums["clip_low"] + sums["clip_high"]) / tokens
+            metrics["policy/entropy"] = sums["entropy"] / tokens
+            if "kl" in sums:
+                metrics["policy/reference_kl"] = sums["kl"] / tokens
+        self._start()
         return metrics
 
     @property
@@ -116,6 +147,11 @@ class GrpoUpdate:
         return parts
 
 
+def _add(sums: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value
+
+
 def accumulate(
     trainer: Trainer, rows: Sequence[Row], loss_fn: LossFn, pad_id: int, max_tokens: int
 ) -> dict[str, float]:
@@ -126,8 +162,7 @@ def accumulate(
     sums = {"loss": 0.0, "count": 0.0}
     for part in micro_batches(rows, max_tokens):
         loss, count, metrics = trainer.accumulate(collate(part, pad_id), loss_fn)
-        for name, value in {"loss": loss, "count": count, **metrics}.items():
-            sums[name] = sums.get(name, 0.0) + value
+        _add(sums, {"loss": loss, "count": count, **metrics})
     return trainer.reduce(sums)
 
 

@@ -92,6 +92,14 @@ class Board:
             return f"join of {self.explain(home.a)} | {self.explain(home.b)}"
         return home.explain()
 
+    def ready(self, channel: str, group: str, rank: int) -> bool:
+        """Whether the rank of a reading group has queued input on the channel."""
+        found = self._channels.get(channel)
+        reader = found.readers.get(group) if found is not None else None
+        if reader is None:
+            return False
+        return (reader.matcher.queue if reader.matcher is not None else reader.queue).ready(rank)
+
     def stats(self, channel: str) -> dict[str, int]:
         """Items and bytes that take credit now, the peak, and how many items went beyond the limits."""
         found = self._channels[channel]
@@ -140,7 +148,7 @@ class Board:
             raise ChannelError(
                 f"group {event.group!r} was added as a reader of channel {channel.name} after the first put"
             )
-        channel.add_reader(event)
+        channel.add_reader(event, self._steps[channel.step].ledger.order)
         self._steps[channel.step].reach.clear()
 
     def _add_writer(self, event: ev.AddWriter) -> None:
@@ -300,7 +308,8 @@ class Board:
     def _new_matcher(self, event: ev.JoinReader, left: Channel, right: Channel, step: _Step) -> Matcher | None:
         spec = left.readers[event.group].spec
         where = f"join({left.name}, {right.name})"
-        queue = ReaderQueue(where, event.group, spec.ranks, spec.collective, spec.barrier, spec.portion)
+        order = step.ledger.order if spec.ordered and spec.barrier == "group" else None
+        queue = ReaderQueue(where, event.group, spec.ranks, spec.collective, spec.barrier, spec.portion, order)
         matcher = Matcher(left.name, right.name, event.by, queue)
         step.matchers[event.group, left.name, right.name] = matcher
         try:

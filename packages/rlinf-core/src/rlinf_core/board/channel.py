@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rlinf_core.board.events import AddReader, Item, OpenChannel, Put, Req, member_of
@@ -66,8 +66,18 @@ class Channel:
 
     # ------------------------------------------------------------ set-up
 
-    def add_reader(self, spec: AddReader) -> None:
-        queue = ReaderQueue(f"channel {self.name}", spec.group, spec.ranks, spec.collective, spec.barrier, spec.portion)
+    def add_reader(self, spec: AddReader, order: Sequence[str]) -> None:
+        """``order``: the ids of the step as they enter, for a reader that is ``ordered``."""
+        where = f"channel {self.name}"
+        queue = ReaderQueue(
+            where,
+            spec.group,
+            spec.ranks,
+            spec.collective,
+            spec.barrier,
+            spec.portion,
+            order if spec.ordered and spec.barrier == "group" else None,
+        )
         self.readers[spec.group] = Reader(spec, queue)
 
     def attach(self, group: str, matcher: Matcher) -> tuple[Item, ...]:

@@ -73,7 +73,11 @@ class OpenChannel:
 
 @dataclass(frozen=True, slots=True)
 class AddReader:
-    """A group reads the channel. Before the first item; ``portion`` None means everything at once."""
+    """A group reads the channel. Before the first item; ``portion`` None means everything at once.
+
+    ``ordered``: whole groups come in the order in which their samples entered the step, not as they happen to arrive,
+    so that what a trainer adds up does not depend on timing. For ``barrier="group"``.
+    """
 
     channel: str
     group: str
@@ -81,6 +85,7 @@ class AddReader:
     collective: bool = False
     barrier: Barrier = "item"
     portion: int | None = None
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,16 @@ class Ledger:
     def __init__(self, step: str) -> None:
         self.step = step
         self._holder: dict[str, str] = {}
+        self.order: list[str] = []
+        """Ids in the order in which they entered."""
         self._group: dict[str, str] = {}
         self._ended: dict[str, tuple[EndKind, str, str]] = {}
 
     def enter(self, ids: Iterable[str], holder: str, group: str | None = None) -> None:
         """The ids are now with ``holder``; the first call makes them known."""
         for sample in ids:
+            if sample not in self._holder:
+                self.order.append(sample)
             self._holder[sample] = holder
             if group is not None:
                 self._group[sample] = group
@@ -41,7 +45,9 @@ class Ledger:
         """End ids; saying the same again changes nothing. Returns what is wrong when two ends contradict."""
         wrong: str | None = None
         for sample in ids:
-            self._holder.setdefault(sample, member)
+            if sample not in self._holder:
+                self.order.append(sample)
+                self._holder[sample] = member
             before = self._ended.get(sample)
             if before is None:
                 self._ended[sample] = (kind, text, member)

@@ -81,8 +81,16 @@ class ReaderQueue:
     """Undelivered entries of one reading group."""
 
     def __init__(
-        self, where: str, group: str, ranks: int, collective: bool, barrier: Barrier, portion: int | None
+        self,
+        where: str,
+        group: str,
+        ranks: int,
+        collective: bool,
+        barrier: Barrier,
+        portion: int | None,
+        order: Sequence[str] | None = None,
     ) -> None:
+        """``order``: all ids of the step as they enter; groups are then handed out in this order."""
         self.where = where
         self.group = group
         self.ranks = ranks
@@ -99,6 +107,10 @@ class ReaderQueue:
         self._announced: dict[str, set[str]] = {}
         self._shards: list[deque[tuple[_Spec, Atom]]] = [deque() for _ in range(ranks)]
         self._fair: int | None = None
+        self._order = order
+        self._cursor = 0
+        self._past: set[str] = set()
+        self._home: dict[str, str] = {}
 
     def __len__(self) -> int:
         """Entries not yet delivered, shards that wait for their rank included."""
@@ -129,6 +141,8 @@ class ReaderQueue:
             record.ids.update(entry.ids)
             record.plain += not entry.ids
             record.uids[entry.uid] = None
+            if self._order is not None:
+                self._home.update(dict.fromkeys(entry.ids, entry.group))
             self._settle(entry.group, record)
         self._entries[entry.uid] = entry
         self._ungrouped += entry.group is None
@@ -139,6 +153,7 @@ class ReaderQueue:
         if self.barrier != "group":
             return
         for sample, group in ids:
+            self._past.add(sample)
             self._announced.setdefault(group, set()).add(sample)
             record = self._groups.get(group)
             if record is not None:
@@ -289,6 +304,14 @@ class ReaderQueue:
         self._remove_atoms(atoms)
         return [tuple(entry for atom in shard for entry in atom) for shard in dealt]
 
+    def ready(self, rank: int) -> bool:
+        """Whether there is queued input that ``rank`` could be handed, if need be in a smaller portion."""
+        if self.collective and self.ranks > 1 and self._shards[rank]:
+            return True
+        if self.barrier == "batch":
+            return self.ended and bool(self._entries)
+        return bool(self._entries) and not self._nothing_whole()
+
     # ------------------------------------------------------------ bookkeeping
 
     def _nothing_whole(self) -> bool:
@@ -303,6 +326,9 @@ class ReaderQueue:
         if self.barrier == "item":
             for uid in self._uids(key):
                 yield (self._entries[uid],)
+            return
+        if self._order is not None and key is ANY:
+            yield from self._atoms_in_order(self._order)
             return
         seen: set[str] = set()
         members: dict[str, list[Entry]] = {}
@@ -321,10 +347,33 @@ class ReaderQueue:
                 elif entry.group in self._complete:
                     yield tuple(self._entries[u] for u in self._groups[entry.group].uids)
 
+    def _atoms_in_order(self, order: Sequence[str]) -> Iterator[Atom]:
+        """Complete groups up to the first that is still awaited, in the order in which the step's samples entered."""
+        for uid, entry in self._entries.items():
+            if entry.group is None or not entry.ids:
+                yield (self._entries[uid],)
+        while self._cursor < len(order) and order[self._cursor] in self._past:
+            self._cursor += 1
+        seen: set[str] = set()
+        for position in range(self._cursor, len(order)):
+            sample = order[position]
+            group = self._home.get(sample)
+            if sample in self._past or group in seen:
+                continue
+            if group is None or group not in self._complete:
+                if self.ended:
+                    continue  # it went another way and never comes here
+                return
+            seen.add(group)
+            members = [self._entries[u] for u in self._groups[group].uids]
+            yield tuple(sorted((e for e in members if e.ids), key=lambda e: e.ids))
+
     def _remove_atoms(self, atoms: Iterable[Atom]) -> tuple[Entry, ...]:
         entries = tuple(entry for atom in atoms for entry in atom)
         for entry in entries:
             self._pop(entry)
+            if self._order is not None:
+                self._past.update(entry.ids)
             if self.barrier == "group" and entry.group is not None and entry.group in self._groups:
                 del self._groups[entry.group]
                 self._complete.pop(entry.group, None)

@@ -60,13 +60,17 @@ class HubClient:
         self._ids = itertools.count()
         self._pending: dict[tuple[str, int], Pending] = {}
         self._calls: deque[Call] = deque()
+        self._side_calls: deque[Call] = deque()
+        self._aside = False
         self._offload_wanted = False
+        self._offload_callbacks: list[Callable[[], None]] = []
         self._closed = False
         self._on_message = on_message
         self._on_release = on_release
         self._on_lost = on_lost
         self.engine_thread = threading.current_thread()
-        self.serve_offload: Callable[[], bool] | None = None
+        self.serve_offload: Callable[[], None] | None = None
+        self.serve_side_call: Callable[[Call], None] | None = None
         self.cancelled: str | None = None
         self.send(hello)
         self._thread = threading.Thread(target=self._read, name=f"rlinf-control-{self.member}", daemon=True)
@@ -110,17 +114,17 @@ class HubClient:
 
     # Waiting
 
-    def wait(self, pending: Pending, timeout: float | None = None) -> Any:
-        """Value of a request. Serves offload requests meanwhile when called on the engine thread."""
+    def wait(self, pending: Pending, timeout: float | None = None, *, aside: bool = False) -> Any:
+        """Value of a request. On the engine thread it serves offload requests meanwhile, and calls that may be run
+        ``aside`` if the caller allows it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         engine = threading.current_thread() is self.engine_thread
+        aside = aside and not self._aside
         while True:
-            offload = False
             with self._condition:
                 while not pending.done:
                     self.check()
-                    if engine and self._offload_wanted:
-                        offload = True
+                    if engine and (self._offload_wanted or (aside and self._side_calls)):
                         break
                     remaining = None if deadline is None else deadline - time.monotonic()
                     if remaining is not None and remaining <= 0:
@@ -128,37 +132,55 @@ class HubClient:
                     self._condition.wait(remaining)
                 else:
                     return pending.value
-            if offload and not self._try_offload():
-                # Not at a safe point: wait for the answer alone.
-                engine = False
-
-    def _try_offload(self) -> bool:
-        if self.serve_offload is None or not self.serve_offload():
-            return False
-        with self._condition:
-            self._offload_wanted = False
-        return True
+            self.offload_if_wanted()
+            if aside:
+                self.serve_side_calls()
 
     def next_call(self) -> Call:
         """Next call for the engine thread; blocks, serving offload requests."""
         while True:
             with self._condition:
-                while not self._calls and not self._offload_wanted:
+                while not (self._calls or self._side_calls or self._offload_wanted):
                     self.check()
                     self._condition.wait()
                 self.check()
-                if not self._offload_wanted:
+                if not self._offload_wanted and not self._side_calls:
                     return self._calls.popleft()
-            if not self._try_offload():
-                with self._condition:
-                    if self._calls:
-                        return self._calls.popleft()
-                    self._offload_wanted = False
+            self.offload_if_wanted()
+            self.serve_side_calls()
+
+    def serve_side_calls(self) -> None:
+        """Run the calls that are to be run at a safe point (engine thread), one after the other in their order."""
+        while self.serve_side_call is not None and not self._aside:
+            with self._condition:
+                if not self._side_calls:
+                    return
+                call = self._side_calls.popleft()
+            self._aside = True  # what this call waits for must not let the next one overtake it
+            try:
+                self.serve_side_call(call)
+            finally:
+                self._aside = False
+
+    def on_offload(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the control thread whenever an offload is wanted (for asynchronous waits)."""
+        with self._condition:
+            self._offload_callbacks.append(callback)
+            wanted = self._offload_wanted
+        if wanted:
+            callback()
+
+    def off_offload(self, callback: Callable[[], None]) -> None:
+        with self._condition:
+            self._offload_callbacks.remove(callback)
 
     def offload_if_wanted(self) -> None:
-        """Serve a waiting offload request now (between a task's end and the next call)."""
-        if self._offload_wanted:
-            self._try_offload()
+        """Serve a waiting offload request now. The lock asks only a replica that is outside its sections or waits at a
+        safe point of one, and grants nothing more before it has been answered."""
+        with self._condition:
+            wanted, self._offload_wanted = self._offload_wanted, False
+        if wanted and self.serve_offload is not None:
+            self.serve_offload()
 
     # Control thread
 
@@ -181,7 +203,7 @@ class HubClient:
     def _dispatch(self, message: Any) -> None:
         if isinstance(message, Call):
             with self._condition:
-                self._calls.append(message)
+                (self._side_calls if message.kind == "aside" else self._calls).append(message)
                 self._condition.notify_all()
         elif isinstance(message, Release):
             if self._on_release is not None:
@@ -190,6 +212,9 @@ class HubClient:
             with self._condition:
                 self._offload_wanted = True
                 self._condition.notify_all()
+                wakers = list(self._offload_callbacks)
+            for waker in wakers:
+                waker()
         elif isinstance(message, Cancel):
             with self._condition:
                 self.cancelled = message.cause

@@ -17,6 +17,7 @@ from rlinf_core.devicelock import DeviceLock
 from rlinf_core.hub.messages import (
     DRIVER,
     Acquire,
+    AtSafePoint,
     Call,
     CallResult,
     Cancel,
@@ -69,6 +70,10 @@ class HubCore:
         self.members: dict[str, MemberState] = {}
         self.failure: Failure | None = None
         self._lock_reqs: dict[tuple[str, int], tuple[str, int]] = {}
+        self._suspended: dict[tuple[str, int], tuple[str, int]] = {}
+        """Waiting request -> (replica, rank) that left its section for the wait."""
+        self._regaining: dict[tuple[str, int], tuple[tuple[str, int], Any]] = {}
+        """(replica, rank) -> the request and the answer it gets once it is in its section again."""
 
     def set_lock(self, lock: DeviceLock, replicas: Mapping[str, tuple[str, int]]) -> None:
         self.lock = lock
@@ -78,6 +83,8 @@ class HubCore:
         """Decide what one message of ``member`` causes."""
         if isinstance(message, _BOARD_EVENTS):
             return self._board(member, message)
+        if isinstance(message, AtSafePoint):
+            return self._board(member, message.event, inside=True)
         if isinstance(message, Acquire | ReleaseDevices | Offloaded):
             return self._device(member, message)
         if isinstance(message, Call):
@@ -113,7 +120,7 @@ class HubCore:
     def _result(self, result: CallResult) -> Outgoing:
         state = self.members.get(result.member)
         call = state.calls.pop(result.call_id, None) if state is not None else None
-        out: Outgoing = []
+        out: Outgoing = self._idle(result.member)
         if not result.ok:
             if not result.secondary:
                 task = f" in {call.task} of {call.step}" if call and call.step else f" in {call.task}" if call else ""
@@ -156,25 +163,28 @@ class HubCore:
 
     # Channels
 
-    def _board(self, member: str, event: Any) -> Outgoing:
+    def _board(self, member: str, event: Any, inside: bool = False) -> Outgoing:
         req = getattr(event, "req", None)
         state = self.members.get(member)
         if isinstance(event, ev.CancelRequest):
             if state is not None:
                 state.waits.pop(cast(tuple[str, int], event.req), None)
-        elif req is not None and state is not None:
+            self._suspended.pop(cast(tuple[str, int], event.req), None)
+            return self._instructions(self.board.handle(event))
+        if req is not None and state is not None:
             state.waits[req] = _wait_text(event)
-        return self._instructions(self.board.handle(event))
+        out = self._instructions(self.board.handle(event))
+        if req is not None and state is not None and req in state.waits:
+            # It waits: for input, or for credit. Either way another replica may have the devices meanwhile.
+            out += self._suspend(member, req) if inside else self._idle(member)
+        return out
 
     def _instructions(self, instructions: list[Any]) -> Outgoing:
         out: Outgoing = []
         for instruction in instructions:
             req: Any = getattr(instruction, "req", None)
             if req is not None:
-                state = self.members.get(req[0])
-                if state is not None:
-                    state.waits.pop(req, None)
-                    out.append((req[0], instruction))
+                out += self._answer(req, instruction)
             elif isinstance(instruction, ev.Released):
                 keys = tuple(d.key for d in cast(tuple[Descriptor, ...], instruction.descriptors))
                 out.append((instruction.member, Release(keys)))
@@ -184,16 +194,53 @@ class HubCore:
                 out.append((DRIVER, instruction))
         return out
 
+    def _answer(self, req: tuple[str, int], answer: Any) -> Outgoing:
+        """Send an answer, once the asker has its devices again if it gave them up for the wait."""
+        state = self.members.get(req[0])
+        if state is None:
+            return []
+        place = self._suspended.pop(req, None)
+        if place is not None and self.lock is not None and not isinstance(answer, ev.Poisoned):
+            self._regaining[place] = (req, answer)
+            state.waits[req] = "devices"
+            return self._lock_instructions(self.lock.handle(devicelock.Acquire(*place)))
+        state.waits.pop(req, None)
+        return [(req[0], answer)]
+
     # Devices
+
+    def _idle(self, member: str) -> Outgoing:
+        """The member has no work for its devices now: others may have them."""
+        place = self.lock_replica.get(member)
+        if place is None or self.lock is None:
+            return []
+        return self._lock_instructions(self.lock.handle(devicelock.Idle(*place)))
+
+    def _suspend(self, member: str, req: tuple[str, int]) -> Outgoing:
+        """A get inside a section is a safe point: the rank leaves the section until its answer is there."""
+        place = self.lock_replica.get(member)
+        if place is None or self.lock is None or place[1] not in self.lock.inside(place[0]):
+            return []
+        self._suspended[req] = place
+        return self._lock_instructions(self.lock.handle(devicelock.Release(*place)))
+
+    def _has_input(self, member: str) -> bool:
+        group, _, rest = member.partition("[")
+        rank = int(rest.rstrip("]"))
+        calls = self.members[member].calls.values()
+        return any(self.board.ready(channel, group, rank) for call in calls for channel in call.inputs)
 
     def _device(self, member: str, message: Acquire | ReleaseDevices | Offloaded) -> Outgoing:
         if self.lock is None or member not in self.lock_replica:
             raise ValueError(f"{member} has no devices in this plan")
         replica, rank = self.lock_replica[member]
         if isinstance(message, ReleaseDevices):
-            return self._lock_instructions(self.lock.handle(devicelock.Release(replica, rank)))
+            more = self._has_input(member)
+            return self._lock_instructions(self.lock.handle(devicelock.Release(replica, rank, more)))
         if isinstance(message, Offloaded):
             return self._lock_instructions(self.lock.handle(devicelock.Offloaded(replica, rank)))
+        if message.again and rank in self.lock.inside(replica):
+            return [(member, Granted(message.req))]
         self._lock_reqs[replica, rank] = message.req
         state = self.members[member]
         out = self._lock_instructions(self.lock.handle(devicelock.Acquire(replica, rank)))
@@ -205,6 +252,11 @@ class HubCore:
         out: Outgoing = []
         for instruction in instructions:
             if isinstance(instruction, devicelock.Grant | devicelock.Refused):
+                place = (instruction.replica, instruction.rank)
+                if place in self._regaining:
+                    asked, answer = self._regaining.pop(place)
+                    out += self._answer(asked, answer)
+                    continue
                 req = self._lock_reqs.pop((instruction.replica, instruction.rank), None)
                 if req is None:
                     continue  # the asker died meanwhile

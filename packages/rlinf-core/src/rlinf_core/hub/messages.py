@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 DRIVER = "driver"
 
@@ -29,7 +30,8 @@ class ChannelArg:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run ``task`` on ``member``. ``kind`` is ``setup``, ``task`` or ``stop``."""
+    """Run ``task`` on ``member``. ``kind`` is ``setup``, ``task``, ``stop``, or ``aside``: a task that need not
+    await its turn but is run at the next safe point (installing weights between samples)."""
 
     call_id: int
     member: str
@@ -40,6 +42,8 @@ class Call:
     arguments: bytes = b""
     """Pickled ``(args, kwargs)``; only the member unpickles it, so that a fault there is that task's error."""
     outputs: tuple[ChannelArg, ...] = ()
+    inputs: tuple[str, ...] = ()
+    """Full names of the channels that the task reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,16 @@ class CallTimes:
     wait: float = 0.0
     lock: float = 0.0
     switch: float = 0.0
+    aside: float = 0.0
+    """Other calls that were served while this one waited."""
+    items: int = 0
+    """Items that the call took from its channels."""
+    peak_bytes: int = 0
+    """Most memory so far: of the accelerator's allocator where there is one, else of the process."""
 
     @property
     def work(self) -> float:
-        return max(0.0, self.end - self.start - self.wait - self.lock - self.switch)
+        return max(0.0, self.end - self.start - self.wait - self.lock - self.switch - self.aside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +135,14 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """A rank asks for its replica's devices; answered with ``Granted``."""
+    """A rank asks for its replica's devices; answered with ``Granted``.
+
+    ``again``: it was inside a section when a wait of it ended early, and goes on in that section.
+    """
 
     req: tuple[str, int]
     member: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +159,13 @@ class ReleaseDevices:
 @dataclass(frozen=True, slots=True)
 class Offloaded:
     member: str
+
+
+@dataclass(frozen=True, slots=True)
+class AtSafePoint:
+    """A get or join made inside a section: while it waits the hub may give the devices to others."""
+
+    event: Any
 
 
 @dataclass(frozen=True, slots=True)

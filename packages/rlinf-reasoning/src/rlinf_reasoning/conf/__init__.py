@@ -87,7 +87,8 @@ class Algorithm:
     aggregation: str = _key("token_mean", "how token losses become one number", choices=AGGREGATIONS)
     kl_coef: float = _key(0.0, "weight of the KL to the policy after the warm start; 0: no reference", min=0.0)
     kl_kind: str = _key("k3", "estimator of that KL", choices=("k2", "k3"))
-    minibatches: int = _key(2, "optimizer steps per batch", min=1)
+    minibatches: int = _key(2, "optimizer steps per batch; 1 lets whole groups stream into the trainer", min=1)
+    max_staleness: int = _key(0, "updates that the sampling policy may be behind; 0: on-policy", min=0)
 
 
 @dataclass

@@ -26,7 +26,7 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
     data = load_data(cfg)
     generator = flow.group("generator", Generator, cfg)
     reward = flow.group("reward", Reward, cfg)
-    actor = flow.group("actor", Actor, cfg)
+    actor = flow.group("actor", Actor, cfg, barrier=Actor.barrier_of(cfg))
 
     def evaluate(when: str) -> None:
         """Greedy accuracy on problems that no phase trains on."""
@@ -49,7 +49,7 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
         flow.record("warm_start", step.join())
     evaluate("before")
 
-    for step in flow.steps(cfg.num_steps):
+    for step in flow.steps(cfg.num_steps, max_staleness=cfg.algorithm.max_staleness):
         prompts, samples, scored = step.channels("prompts", "samples", "scored")
         step.feed(prompts, data.batch(step.index))
         generator.generate(prompts, samples)

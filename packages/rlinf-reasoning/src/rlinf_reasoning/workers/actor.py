@@ -26,7 +26,12 @@ class Actor(Worker):
     """
 
     collective = True
-    barrier = "batch"  # advantages need whole groups, and the optimizer steps once they are all there
+    barrier = "batch"
+
+    @staticmethod
+    def barrier_of(cfg: Any) -> str:
+        """What must be complete before training: a group for its advantages; with several minibatches, the batch."""
+        return "group" if cfg.algorithm.minibatches == 1 else "batch"
 
     def setup(self) -> None:
         from rlinf_reasoning import training
@@ -54,15 +59,20 @@ class Actor(Worker):
 
         Returns the step's metrics, the same on every rank; see ``training.GrpoUpdate``.
         """
-        metrics: dict[str, float] = {}
-        for samples in scored.batches():
+        update: Any = None
+        try:
+            for samples in scored.batches():
+                with self.on_device():
+                    update = self._grpo()
+                    update.add(samples)
+                self._write_samples(samples)
+                self.trained(samples)
+            if update is None:
+                return {}
             with self.on_device():
-                try:
-                    metrics = self._grpo()(samples)
-                except NonFiniteError as error:
-                    raise NonFiniteError(f"{error}; its samples are in {self._save_failed(samples)}") from error
-            self._write_samples(samples)
-            self.trained(samples)
+                metrics: dict[str, float] = update.finish()
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}; its samples are in {self._save_failed(update.samples)}") from error
         return metrics
 
     @task

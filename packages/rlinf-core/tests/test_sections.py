@@ -1,0 +1,151 @@
+"""Devices change hands between sections, not between tasks: when, how often, and never into a deadlock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import drive
+
+from rlinf_core import In, Out, Worker, task
+from rlinf_core.errors import WaitTimeout
+
+
+class Counting(Worker):
+    """Counts its loads; a section checks that it is loaded and alone."""
+
+    def setup(self) -> None:
+        self.loaded = False
+        self.loads = 0
+
+    def onload(self) -> None:
+        assert not self.loaded
+        self.loaded = True
+        self.loads += 1
+
+    def offload(self) -> None:
+        assert self.loaded
+        self.loaded = False
+
+    def use(self) -> None:
+        assert self.loaded, f"{self.name} computes while offloaded"
+
+
+class Source(Counting):
+    @task
+    def produce(self, numbers: In[int], out: Out[int]) -> dict[str, float]:
+        assert Sink.fed.wait(20)
+        for portion in numbers.batches():
+            with self.on_device():
+                self.use()
+                for n in portion:
+                    out.put(n)
+        return {"source/loads": self.loads}
+
+    @task
+    def produce_inside(self, numbers: In[int], out: Out[int]) -> dict[str, float]:
+        """One section around all gets: each of them is a safe point."""
+        with self.on_device():
+            for n in numbers:
+                self.use()
+                out.put(n)
+        return {"source/loads": self.loads}
+
+    @task
+    def impatient(self, numbers: In[int], out: Out[int]) -> dict[str, float]:
+        with self.on_device():
+            out.put(1)
+            with pytest.raises(WaitTimeout):
+                numbers.get(timeout=0.2)
+            self.use()  # has its device again
+            for n in numbers:
+                out.put(n)
+        return {}
+
+
+class Sink(Counting):
+    taken: Any = None
+    fed: Any = None
+
+    @task
+    def consume(self, numbers: In[int]) -> dict[str, float]:
+        total = 0
+        for portion in numbers.batches():
+            with self.on_device():
+                self.use()
+                for n in portion:
+                    total += n
+                    Sink.taken.release()
+        return {"sum": total, "sink/loads": self.loads}
+
+    @task
+    async def consume_async(self, numbers: In[int]) -> dict[str, float]:
+        total = 0
+        async for n in numbers:
+            with self.on_device():
+                self.use()
+                total += n
+                Sink.taken.release()
+        return {"sum": total, "sink/loads": self.loads}
+
+
+def flow_of(feed: Any, produce: str = "produce", consume: str = "consume") -> Any:
+    def program(flow: Any, cfg: Any) -> None:
+        source, sink = flow.group("source", Source), flow.group("sink", Sink)
+        for step in flow.steps(2):
+            numbers, passed = step.channels("numbers", "passed")
+            step.feed(numbers, feed)
+            step.report(getattr(source, produce)(numbers, passed), reduce="sum")
+            step.report(getattr(sink, consume)(passed), reduce="sum")
+            step.join()
+
+    return program
+
+
+@pytest.fixture(autouse=True)
+def semaphore() -> None:
+    Sink.taken = threading.Semaphore(0)
+    Sink.fed = threading.Event()
+    Sink.fed.set()
+
+
+def test_a_holder_with_queued_input_keeps_the_device(tmp_path: Path) -> None:
+    """Portions of 2, everything queued: one switch a step, not one per portion."""
+
+    def everything() -> Iterator[int]:
+        Sink.fed.clear()
+        yield from range(10)
+        Sink.fed.set()
+
+    Sink.fed.clear()
+    kept = drive(flow_of(everything), None, tmp_path, devices=1, portion=2)
+    assert [m["sum"] for m in kept.metrics] == [45, 45]
+    assert kept.metrics[0]["sink/loads"] == kept.metrics[0]["source/loads"] == 1
+
+
+def gated() -> Iterator[int]:
+    """Each number comes only after the sink has had the one before: the source must let the device go."""
+    for n in range(6):
+        yield n
+        assert Sink.taken.acquire(timeout=20), "the sink never got the device"
+
+
+@pytest.mark.parametrize("produce", ["produce", "produce_inside"])
+@pytest.mark.parametrize("consume", ["consume", "consume_async"])
+def test_a_waiting_holder_gives_the_device_up(tmp_path: Path, produce: str, consume: str) -> None:
+    kept = drive(flow_of(gated, produce, consume), None, tmp_path, devices=1, portion=1)
+    assert [m["sum"] for m in kept.metrics] == [15, 15]
+    assert kept.metrics[0]["sink/loads"] == 6, "back and forth, once per number"
+
+
+def test_a_get_inside_a_section_that_times_out_has_its_device_again(tmp_path: Path) -> None:
+    def late() -> Iterator[int]:
+        assert Sink.taken.acquire(timeout=20)
+        threading.Event().wait(0.4)
+        yield 7
+
+    kept = drive(flow_of(late, "impatient"), None, tmp_path, devices=1, portion=1)
+    assert [m["sum"] for m in kept.metrics] == [8, 8]
