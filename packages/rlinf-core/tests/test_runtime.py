@@ -11,7 +11,7 @@ import pytest
 import toy_workers as toys
 from driving import Kept, drive
 
-from rlinf_core import In, Out, Worker, task
+from rlinf_core import In, Out, Prompt, Worker, task
 from rlinf_core.errors import AccountError, ChannelError, EndOfChannel, TraceError, WaitTimeout, WorkerError
 from rlinf_core.hub import server
 
@@ -349,3 +349,50 @@ def test_no_thread_of_a_finished_run_stays(tmp_path: Path) -> None:
             if thread.name in ours() - before:
                 thread.join(1.0)
     assert ours() - before == set()
+
+
+class Holder(Worker):
+    """Keeps the last toy of a step for the next one."""
+
+    device = False
+
+    def setup(self) -> None:
+        self.kept: list[Any] = []
+
+    @task
+    def hold(self, made: In[Any], out: Out[Any]) -> None:
+        late, self.kept = self.kept, []
+        for toy in late:
+            out.put(toy)
+        for toy in made:
+            if toy.id.endswith("p0/0") and self.step_index < self.cfg["until"]:
+                self.carry(toy, f"train/{self.step_index + 1}")
+                self.kept.append(toy)
+            else:
+                out.put(toy)
+
+    @task
+    def end(self, held: In[Any]) -> dict[str, float]:
+        toys_ = list(held)
+        self.trained(toys_)
+        return {"count": len(toys_)}
+
+
+def carrying(flow: Any, cfg: Any) -> None:
+    maker, holder = flow.group("maker", toys.Maker, cfg), flow.group("holder", Holder, cfg)
+    last = flow.group("last", Holder, cfg)
+    for step in flow.steps(3):
+        prompts, made, held = step.channels("prompts", "made", "held")
+        named = [Prompt(f"{step.index}-p{i}", str(i), group_size=2) for i in range(2)]
+        step.feed(prompts, named)
+        maker.make(prompts, made)
+        holder.hold(made, held)
+        step.report(last.end(held))
+        step.join()
+
+
+def test_samples_can_be_carried_to_a_later_step_but_not_to_nowhere(tmp_path: Path) -> None:
+    kept = drive(carrying, {"until": 2}, tmp_path, devices=1)
+    assert [m["count"] for m in kept.metrics] == [3, 4, 5]
+    with pytest.raises(AccountError, match=r"carried to steps that never came:\n  to train/3: 2-p0/0"):
+        drive(carrying, {"until": 3}, tmp_path, devices=1)

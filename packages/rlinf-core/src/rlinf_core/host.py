@@ -136,6 +136,8 @@ class _Context:
         member = self._host.spec.member
         if kind == "drop":
             self._host.client.send(ev.Drop(ids=ids, reason=detail, member=member, step=self.step))
+        elif kind == "carry":
+            self._host.client.send(ev.Carry(ids=ids, to_step=detail, member=member, step=self.step))
         else:
             self._host.client.send(ev.Trained(ids=ids, member=member, step=self.step))
 

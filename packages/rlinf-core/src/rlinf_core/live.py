@@ -353,5 +353,12 @@ class LiveFlow(Flow):
         while open_steps:
             open_steps.popleft()._finish()
 
+    def check_carried(self) -> None:
+        """At the end of the program: samples carried to a step that never came are lost (``AccountError``)."""
+        lost = {step: ids for step, ids in self.runtime.carried_on().items() if ids}
+        if lost:
+            rows = [f"  to {step}: {', '.join(ids[:10])}{' …' if len(ids) > 10 else ''}" for step, ids in lost.items()]
+            raise AccountError("samples were carried to steps that never came:\n" + "\n".join(rows))
+
     def record(self, name: str, metrics: Any) -> None:
         self.listener.record(name, metrics)

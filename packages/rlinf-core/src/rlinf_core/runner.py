@@ -162,6 +162,7 @@ def _drive(
             listener=listener,
         )
         program(flow, cfg)
+        flow.check_carried()
         finished = True
     finally:
         progress.close()

@@ -356,6 +356,11 @@ class Runtime:
         self.wait(lambda: step in self._accounts, timeout, lambda: f"the account of step {step} did not come")
         return self._accounts.pop(step)
 
+    def carried_on(self) -> dict[str, tuple[str, ...]]:
+        """Samples that were carried to steps that have not come."""
+        found: dict[str, tuple[str, ...]] = self._server.call(lambda core: core.board.carried_on())
+        return found
+
     # Waiting
 
     def check(self) -> None:

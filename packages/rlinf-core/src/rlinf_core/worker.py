@@ -220,6 +220,13 @@ class Worker:
     def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise TraceError(f"{type(self).__name__} receives weights but does not define install_weights()")
 
+    def carry(self, what: Any, to_step: str) -> None:
+        """Move samples from this step's account to that of a later step (its name, e.g. ``train/4``), where they must
+        end. The worker keeps the items and puts them into that step itself."""
+        if not to_step:
+            raise ValueError("carry() needs the name of a later step")
+        self._ctx.account("carry", account_ids(what), to_step)
+
     @task
     def publish_weights(self, channel: Out[Any], version: int, targets: int) -> None:
         """Send ``weights()`` to each of ``targets`` ranks of the receiving group, encoded once."""

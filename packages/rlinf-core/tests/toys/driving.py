@@ -90,6 +90,7 @@ def drive(
                 runtime, graph, groups, seed=0, run_dir=run_dir, max_items=max_items, max_bytes=1 << 30, listener=kept
             )
             program(flow, cfg)
+            flow.check_carried()
             finished = True
         finally:
             runtime.stop(orderly=finished)
