@@ -20,10 +20,12 @@ from rlinf_core.live import LiveFlow, LiveStep
 from rlinf_core.placement import ClusterInfo
 from rlinf_core.plan import FlatPlan, Plan, flatten, make_plan
 from rlinf_core.progress import Progress
+from rlinf_core.registry import Registry
 from rlinf_core.rundir import RunDirectory
 from rlinf_core.runtime import CallState, Runtime
 
 Observer = Callable[[CallState, list[CallResult]], None]
+AUTO = "auto"
 TRAIN = "train"
 """The phase whose steps count as training steps (the default of ``flow.steps``)."""
 _HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
@@ -91,6 +93,17 @@ def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan,
     return plan, flatten(plan, graph, cluster)
 
 
+def _planned(cfg: Config, recipe: str) -> Config:
+    """``plan=auto``: let the scheduler plugin profile and plan; the configuration with the plan it found."""
+    schedule = Registry("rlinf.schedulers").load(cfg.scheduler)
+    place = RunDirectory.create(cfg.run_dir, f"{recipe}-auto", loggers=[])
+    with place:
+        path = schedule(cfg, recipe, place.path)
+    chosen = Config({**cfg.to_dict(), "plan": str(path)})
+    chosen.add_reads(cfg.reads)
+    return chosen
+
+
 def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
     """Run a recipe to its end; returns the exit code. Raises ``RLinfError`` with the first real cause.
 
@@ -100,6 +113,8 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
 
     previous = _on_sigterm()
     try:
+        if cfg.plan == AUTO:
+            cfg = _planned(cfg, recipe)
         program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
             plan_for(cfg, graph, local_info(cfg.cluster))  # faults of the plan show before Ray is started

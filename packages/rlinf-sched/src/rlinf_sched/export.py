@@ -34,9 +34,10 @@ class _Export:
         self.plan = plan
         self.items = plan.problem.items
         stages = plan.problem.graph.stages
-        small = [leaf.portion for leaf in leaves(chosen.tree) if not stages[leaf.stage].device]
+        cpu = [(leaf.portion, stages[leaf.stage]) for leaf in leaves(chosen.tree) if not stages[leaf.stage].device]
+        small = [max(1, round(portion * stage.per_item)) for portion, stage in cpu if portion < self.items]
         # CPU stages have no leaf to say their portion: it is the plan's, and what takes everything must say so.
-        self.common = min(small) if small and min(small) < self.items else None
+        self.common = min(small, default=None)
 
     def node(self, node: Node, first: int) -> dict[str, Any] | None:
         """Plain data of a part whose devices begin at ``first``; None when it has only CPU stages."""
@@ -71,7 +72,7 @@ class _Export:
             text += ":0" if ranks == 1 else f":0-{ranks - 1}"
         body: dict[str, Any] = {"stage": stage.name, "devices": text}
         if stage.barrier != "batch" and (portion != self.items or self.common is not None):
-            body["portion"] = portion
+            body["portion"] = max(1, round(portion * stage.per_item))
         return {"leaf": body}
 
     def _cycle(self, leaf: Leaf, cost: SplitCost, first: int) -> dict[str, Any] | None:

@@ -30,6 +30,8 @@ class Stage:
     ``device``: it runs on devices; otherwise on ``ranks`` CPU processes. ``counts``: device counts that it accepts
     (None: all multiples of ``multiple``, its model-parallel size, from ``least`` to ``most``). ``ranks``: number of
     processes fixed by the program (None: one for every ``multiple`` devices). ``swappable``: it can be offloaded.
+    ``per_item``: items of its own input for each item of the step (samples for a prompt, say), in which plans say
+    portions.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Stage:
     most: int | None = None
     ranks: int | None = None
     swappable: bool = True
+    per_item: float = 1.0
 
     def __post_init__(self) -> None:
         if self.barrier not in BARRIERS:
@@ -55,6 +58,8 @@ class Stage:
                 continue
             if type(value) is not int or value < 1:
                 raise GraphError(f"stage {self.name!r}: {name} is an integer of at least 1, not {value!r}")
+        if isinstance(self.per_item, bool) or not isinstance(self.per_item, int | float) or not self.per_item > 0:
+            raise GraphError(f"stage {self.name!r}: per_item is a positive number, not {self.per_item!r}")
         if self.counts is not None and (not self.counts or any(type(n) is not int or n < 1 for n in self.counts)):
             raise GraphError(f"stage {self.name!r}: counts are positive device counts, not {self.counts!r}")
 

@@ -47,11 +47,21 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: int = field(default=2, metadata={"min": 1, "help": "measured steps of each short run of rlinf profile"})
+    overrides: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "keys that are set otherwise while profiling, nested as in the recipe"}
+    )
+
+
+@dataclass
 class CoreConfig:
     program: str = field(default=MISSING, metadata={"help": "the recipe's function, as module:function"})
     num_steps: int = field(default=MISSING, metadata={"min": 0, "help": "training steps"})
     seed: int = field(default=0, metadata={"min": 0, "help": "root of all random numbers of the run"})
-    plan: str = field(default="temporal", metadata={"help": "temporal, spatial, or the path of a plan's YAML file"})
+    plan: str = field(
+        default="temporal", metadata={"help": "temporal, spatial, auto, or the path of a plan's YAML file"}
+    )
     portion: int | None = field(
         default=None, metadata={"min": 1, "help": "items moved downstream at once; null is the plan's own choice"}
     )
@@ -65,6 +75,8 @@ class CoreConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    scheduler: str = field(default="m2flow", metadata={"help": "plugin that plans for plan=auto"})
 
 
 SCHEMAS: dict[str, type] = {}
