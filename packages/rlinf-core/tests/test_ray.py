@@ -51,9 +51,10 @@ def test_values_are_right_on_real_processes(tmp_path: Path, plan: str, portion: 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("make:kill", r"maker\[0\] died while working in make of train/\d: its process was killed"),
+        ("make:kill", r"maker\[0\] died while working in make of train/\d: its process ended"),
+        ("double:forkdie", r"doubler\[0\] died while working in double of train/\d: its process"),
         ("double:_exit", r"doubler\[0\] died while working in double of train/\d: its process"),
-        ("setup:kill", r"maker\[0\] died while working in setup: its process was killed"),
+        ("setup:kill", r"maker\[0\] died while working in setup: its process ended"),
         ("setup_doubler:raise", r"doubler\[0\] failed in setup: RuntimeError: as asked"),
         ("add:raise", r"adder\[0\] failed in add of train/0: RuntimeError: as asked"),
     ],

@@ -48,6 +48,9 @@ class Maker(Worker):
         for portion in prompts.batches():
             with self.on_device():
                 pause(self.cfg, "task")
+                if self.cfg.fault == "loud":
+                    for i in range(2000):
+                        print("line", i)
                 if self.cfg.fault == "raise":
                     raise ValueError("the reason")
                 if self.cfg.fault == "fill":
@@ -277,3 +280,22 @@ def test_a_cluster_that_is_not_there_is_named(recipe: Path) -> None:
     code, _, err = finish(start(recipe, "127.0.0.1:1", "cluster.address=127.0.0.1:1"), timeout=120)
     assert code == 1
     assert "cannot reach the Ray cluster at '127.0.0.1:1'" in err[err.rindex("rlinf: error:") :]
+
+
+def test_a_reader_of_our_output_that_goes_away_does_not_hang_the_run(recipe: Path, address: str) -> None:
+    process = start(recipe, address, "fault=loud")
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.stderr.close()
+    assert process.wait(60) in (0, 1)
+    assert not psutil.wait_procs(our_workers(recipe.parent), timeout=10)[1]
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_sigterm_while_workers_are_set_up(recipe: Path, address: str) -> None:
+    process = start(recipe, address, "fault=setup")
+    wait_for(recipe.parent / "here", process)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process, timeout=40)
+    assert code == 130 and "Traceback" not in err, err

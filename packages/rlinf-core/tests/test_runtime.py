@@ -12,7 +12,17 @@ import toy_workers as toys
 from driving import Kept, drive
 
 from rlinf_core import In, Out, Prompt, Worker, task
-from rlinf_core.errors import AccountError, ChannelError, EndOfChannel, TraceError, WaitTimeout, WorkerError
+from rlinf_core.errors import (
+    AccountError,
+    Cancelled,
+    ChannelError,
+    ChannelPoisoned,
+    EndOfChannel,
+    PlanError,
+    TraceError,
+    WaitTimeout,
+    WorkerError,
+)
 from rlinf_core.hub import server
 
 SMALL = {"num_steps": 3, "prompts": 5, "group_size": 4}
@@ -396,3 +406,126 @@ def test_samples_can_be_carried_to_a_later_step_but_not_to_nowhere(tmp_path: Pat
     assert [m["count"] for m in kept.metrics] == [3, 4, 5]
     with pytest.raises(AccountError, match=r"carried to steps that never came:\n  to train/3: 2-p0/0"):
         drive(carrying, {"until": 3}, tmp_path, devices=1)
+
+
+class BadText(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text either")
+
+
+class Thrower(Worker):
+    device = False
+    where = ""
+    what: Any = None
+
+    def hit(self, place: str) -> None:
+        if Thrower.where == place:
+            raise Thrower.what
+
+    def setup(self) -> None:
+        self.hit("setup")
+
+    def teardown(self) -> None:
+        self.hit("teardown")
+
+    @task
+    def work(self) -> dict[str, float]:
+        self.hit("task")
+        return {"x": 1.0}
+
+    @task
+    def strange_metrics(self) -> Any:
+        return {"x": "many"}
+
+
+def throwing(flow: Any, cfg: Any) -> None:
+    thrower = flow.group("thrower", Thrower)
+    for step in flow.steps(2):
+        step.report(thrower.work())
+        step.join()
+
+
+@pytest.mark.parametrize("where", ["setup", "task", "teardown"])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (BaseException("odd"), "BaseException: odd"),
+        (BadText(), r"BadText: \(its __str__ raised RuntimeError\)"),
+        (Cancelled("mine"), "Cancelled: mine"),
+        (ChannelPoisoned("mine too"), "ChannelPoisoned: mine too"),
+    ],
+)
+def test_whatever_ends_a_task_is_named(tmp_path: Path, where: str, what: BaseException, text: str) -> None:
+    Thrower.where, Thrower.what = where, what
+    with pytest.raises(WorkerError, match=rf"thrower\[0\] failed in {where if where != 'task' else 'work'}.*{text}"):
+        drive(throwing, None, tmp_path, devices=1)
+    Thrower.where = ""
+    assert len(drive(throwing, None, tmp_path, devices=1).metrics) == 2
+
+
+def test_a_reported_value_that_is_no_number_names_the_task(tmp_path: Path) -> None:
+    def program(flow: Any, cfg: Any) -> None:
+        thrower = flow.group("thrower", Thrower)
+        for step in flow.steps(1):
+            step.report(thrower.strange_metrics())
+            step.join()
+
+    with pytest.raises(TraceError, match=r"thrower\.strange_metrics\(\) is reported.* str 'x': str"):
+        drive(program, None, tmp_path, devices=1)
+
+
+def test_leaving_a_step_before_its_join_is_an_error_and_after_it_is_not(tmp_path: Path) -> None:
+    def program(flow: Any, joined: Any) -> None:
+        thrower = flow.group("thrower", Thrower)
+        for step in flow.steps(3):
+            thrower.work()
+            if joined:
+                step.join()
+            if step.index == 1:
+                break
+
+    with pytest.raises(TraceError, match=r"left step train/1 before its join"):
+        drive(program, False, tmp_path, devices=1)
+    assert len(drive(program, True, tmp_path, devices=1).metrics) == 2
+
+
+def test_a_driver_that_works_before_it_feeds_is_no_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "DEADLOCK_AFTER_S", 0.1)
+    busy = threading.Event()
+
+    def program(flow: Any, cfg: Any) -> None:
+        reader = flow.group("reader", Reader)
+        for step in flow.steps(1):
+            items = step.channels("items")
+            handle = reader.tally(items)
+            if hasattr(type(handle), "wait"):
+                busy.wait(1.5)
+            step.feed(items, [1, 2])
+            step.report(handle)
+            step.join()
+
+    assert drive(program, None, tmp_path, devices=1).metrics[0]["sum"] == 3
+
+
+@pytest.mark.parametrize("what", [SystemExit(3), BadText(), BaseException("odd")])
+def test_a_feed_that_ends_in_any_way_is_named(tmp_path: Path, what: BaseException) -> None:
+    def items() -> Any:
+        yield 1
+        raise what
+
+    def program(flow: Any, cfg: Any) -> None:
+        reader = flow.group("reader", Reader)
+        for step in flow.steps(1):
+            channel = step.channels("items")
+            step.feed(channel, items)
+            reader.tally(channel)
+            step.join()
+
+    with pytest.raises(WorkerError, match=r"the feed of channel 'train/0:items' failed: " + type(what).__name__):
+        drive(program, None, tmp_path, devices=1)
+
+
+def test_ranks_that_compute_together_cannot_be_debugged_in_one_process(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"the 2 ranks of group 'adder' cannot compute together"):
+        drive(toys.program, SMALL, tmp_path, devices=2)

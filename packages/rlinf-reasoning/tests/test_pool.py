@@ -19,6 +19,14 @@ from rlinf_reasoning.rewards.pool import RewardItem, RewardPool
 FUNCTIONS = """
 import os, sys, time, subprocess
 
+class HostileFloat:
+    def __init__(self, error=None): self.error = error or RuntimeError("no float")
+    def __float__(self): raise self.error
+    def __repr__(self): raise RuntimeError("no repr")
+
+class HostileText(Exception):
+    def __str__(self): raise RuntimeError("no text")
+
 def score(text, answer, fields):
     if text == "hang":
         while True: pass
@@ -27,8 +35,30 @@ def score(text, answer, fields):
     if text == "exit": os._exit(7)
     if text == "kill": os.kill(os.getpid(), 9)
     if text == "sysexit": raise SystemExit(3)
+    if text == "interrupt": raise KeyboardInterrupt
     if text == "raise": raise KeyError("boom")
     if text == "none": return None
+    if text == "hostile float": return HostileFloat()
+    if text == "hostile exit": return HostileFloat(SystemExit(4))
+    if text == "hostile text": raise HostileText
+    if text == "fork":            # both sides return
+        pid = os.fork()
+        return float(pid == 0) + 1
+    if text.startswith("leave"):  # a child that holds the connection stays behind
+        kind, _, path = text.partition(" ")
+        if os.fork() == 0:
+            if "session" in kind: os.setsid()
+            with open(path + ".new", "w") as file: print(os.getpid(), file=file)
+            os.rename(path + ".new", path)
+            while True: time.sleep(60)
+        while not os.path.exists(path): pass
+        if "hang" in kind:
+            while True: pass
+        if "exit" in kind: os._exit(5)
+        return 1
+    if text == "deaf":            # closes its connection and goes on
+        os.closerange(3, 100)
+        while True: pass
     if text == "nan": return float("nan")
     if text == "print": print("1.0" * 1000); sys.stdout.flush()
     if text == "memory": return float(len(bytearray(8 << 30)))
@@ -74,12 +104,51 @@ def test_failing_items_are_named_and_the_others_scored(functions: str) -> None:
     assert "SIGKILL" in by_text["kill"].error
     assert "KeyError" in by_text["raise"].error and "boom" in by_text["raise"].error
     assert "hostile_rewards.py" in by_text["raise"].error
-    assert "exited with code 3" in by_text["sysexit"].error
+    assert "SystemExit: 3" in by_text["sysexit"].error
     assert "NoneType" in by_text["none"].error
     assert "nan" in by_text["nan"].error
     assert by_text["print"].value == 0.0
-    assert pool.replaced == 4
+    assert pool.replaced == 3
     assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("interrupt", "raised KeyboardInterrupt (hostile_rewards.py:"),
+        ("hostile float", "returned a HostileFloat whose conversion to a number raised RuntimeError: no float"),
+        ("hostile exit", "returned a HostileFloat whose conversion to a number raised SystemExit: 4"),
+        ("hostile text", "raised HostileText: (its text cannot be made: RuntimeError)"),
+    ],
+)
+def test_what_raises_out_of_the_way_fails_its_item_only(functions: str, text: str, said: str) -> None:
+    with RewardPool(functions, timeout_s=30) as pool:
+        bad, good = pool.score(items(text, "a"))
+    assert bad.value is None and said in bad.error
+    assert good.value == 1.0 and pool.replaced == 0
+
+
+def test_a_fork_that_returns_does_not_answer(functions: str) -> None:
+    with RewardPool(functions, timeout_s=30) as pool:
+        assert [s.value for s in pool.score(items("fork", "a", "fork", "b"))] == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["exit", "hang", "return", "session-exit", "session-hang", "session-return"])
+def test_what_a_function_leaves_behind_is_ended(functions: str, tmp_path: Path, kind: str) -> None:
+    with RewardPool(functions, timeout_s=30 if "hang" not in kind else 1) as pool:
+        found, good = pool.score(items(f"leave-{kind} {tmp_path / 'pid'}", "a"))
+        if "exit" in kind:  # the fork still holds the connection
+            assert found.error == "its process exited with code 5"
+        elif "hang" in kind:
+            assert "longer than 1 s" in found.error
+        assert good.value == 1.0
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_process_that_closes_its_connection_is_waited_for_no_longer_than_others(functions: str) -> None:
+    with RewardPool(functions, timeout_s=0.5) as pool:
+        deaf, good = pool.score(items("deaf", "a"))
+    assert "longer than 0.5 s" in deaf.error and good.value == 1.0
 
 
 def test_memory_limit_fails_the_item_only(functions: str) -> None:
@@ -135,6 +204,22 @@ def test_a_closed_pool_says_so(functions: str) -> None:
     pool.close()
     with pytest.raises(RLinfError, match="closed"):
         pool.score(items("a"))
+
+
+def test_a_fork_dies_with_a_killed_parent(functions: str, tmp_path: Path) -> None:
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from rlinf_reasoning.rewards.pool import RewardItem, RewardPool
+        RewardPool({functions!r}, timeout_s=600).score([RewardItem("leave-hang {tmp_path}/pid", "", {{}})])
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not (tmp_path / "pid").exists():
+        threading.Event().wait(0.02)
+    parent.kill()
+    parent.wait()
+    assert gone(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("text", ["hang", "hold"])

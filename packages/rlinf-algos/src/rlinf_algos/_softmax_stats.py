@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from rlinf_algos._check import wide
 from rlinf_algos._dist import Group, max_over_ranks, sum_over_ranks
+from rlinf_algos.errors import AlgorithmError
 
 # exp(-1e4) is 0 in every dtype: logits of -inf can be moved here, so that 0 * -inf never appears.
 FLOOR = -1e4
@@ -31,6 +32,7 @@ class Stats:
         self.total = torch.zeros(rows, dtype=dtype, device=device)
         self.weighted = torch.zeros(rows, dtype=dtype, device=device)  # sum of exp(x - peak) (x - peak)
         self.chosen = torch.zeros(rows, dtype=dtype, device=device)
+        self.held = torch.zeros(rows, dtype=dtype, device=device)  # 1 where this rank holds the chosen id
 
     def take(
         self, rows: slice, x: Tensor, out: Tensor, ids: Tensor, offset: int, *, first: bool, entropy: bool
@@ -39,6 +41,7 @@ class Stats:
         peak = x.amax(-1)
         held, local = _local(ids, offset, x.shape[1])
         self.chosen[rows] += torch.where(held, x.gather(1, local[:, None]).squeeze(1), 0.0)
+        self.held[rows] += held
         # A row of -inf alone (a shard may hold one) has no peak to subtract.
         torch.sub(x, torch.where(peak == -torch.inf, 0.0, peak)[:, None], out=out)
         exps = out.exp() if entropy else out.exp_()
@@ -59,20 +62,32 @@ class Stats:
         self.total[rows] = scale_old * self.total[rows] + scale_new * total
         self.peak[rows] = now
 
-    def finish(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs of the chosen, log of the normaliser, entropy), over the shards of ``group``."""
+    def finish(self, group: Group, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs of the chosen ``ids``, log of the normaliser, entropy), over the shards of ``group``."""
         peak = self.peak
         if group is not None:
             now = max_over_ranks(peak, group)
             scale, shift = _shift(peak, now)
             self.weighted = scale * (self.weighted + self.total * shift)
             self.total = scale * self.total
-            summed = sum_over_ranks(torch.stack((self.total, self.weighted, self.chosen)), group)
-            self.total, self.weighted, self.chosen = summed.unbind()
+            summed = sum_over_ranks(torch.stack((self.total, self.weighted, self.chosen, self.held)), group)
+            self.total, self.weighted, self.chosen, held = summed.unbind()
+            _held_once(held, ids)
             peak = now
         log_total = self.total.log()
         entropy = log_total - self.weighted / self.total
         return (self.chosen - peak) - log_total, peak + log_total, entropy
+
+
+def _held_once(held: Tensor, ids: Tensor) -> None:
+    """Refuse ids that no rank, or several, hold: every rank sees the same sum, so all of them raise."""
+    wrong = held != 1
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise AlgorithmError(
+            f"ids holds {int(ids[place])}, which {int(held[place])} ranks of group hold and not one: ids are global"
+            " (the same on all ranks), and vocab_start is the first id of a rank's shard"
+        )
 
 
 def _shift(peak: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +160,7 @@ class LogitsStats(torch.autograd.Function):
             if inverse_temperature != 1.0:
                 x = torch.mul(x, inverse_temperature, out=out)
             stats.take(part, x, out, ids[part], offset, first=True, entropy=want_entropy)
-        logp, lse, entropy = stats.finish(group)
+        logp, lse, entropy = stats.finish(group, ids)
         ctx.save_for_backward(logits, ids, rows, lse, entropy)
         ctx.options = (inverse_temperature, chunk, want_entropy, reuse, offset)
         if not want_entropy:
@@ -174,11 +189,10 @@ class LogitsStats(torch.autograd.Function):
             part = slice(i, min(i + chunk, len(lse)))
             x = logits[part] if rows is None else logits[rows[part]]
             out = grad[part] if buffer is None else buffer[: part.stop - i]
-            if inverse_temperature != 1.0:
-                torch.mul(x, inverse_temperature, out=out)
-                x = out
-            elif x.dtype != out.dtype:
+            if x.dtype != out.dtype:  # before the product, as in the forward pass: a narrow one is not the same number
                 x = out.copy_(x)
+            if inverse_temperature != 1.0:
+                x = torch.mul(x, inverse_temperature, out=out)
             g_logp, g_entropy = grad_logp[part], grad_entropy[part] if want_entropy else None
             _gradient(x, out, lse[part], entropy[part], g_logp, g_entropy)
             _add_chosen(out, ids[part], offset, g_logp)
@@ -220,7 +234,7 @@ class LinearStats(torch.autograd.Function):
                 part = slice(i, min(i + chunk_rows, rows))
                 x = _logits(hidden[part], w, bias, v, inverse_temperature)
                 stats.take(part, x, x, ids[part], offset + v, first=v == 0, entropy=want_entropy)
-        logp, lse, entropy = stats.finish(group)
+        logp, lse, entropy = stats.finish(group, ids)
         ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy)
         ctx.options = (inverse_temperature, chunk_rows, chunk_vocab, want_entropy, group, offset)
         if not want_entropy:

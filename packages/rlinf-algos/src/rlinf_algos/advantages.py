@@ -35,11 +35,39 @@ def group_index(groups: Groups, count: int) -> tuple[Tensor, int]:
             return groups.long() - low, high - low + 1
         ids, index = torch.unique(groups, return_inverse=True)
         return index, len(ids)
-    if len(groups) != count:
-        raise AlgorithmError(f"groups has {len(groups)} ids for {count} rewards")
+    ids = group_ids(groups)
+    if len(ids) != count:
+        raise AlgorithmError(f"groups has {len(ids)} ids for {count} rewards")
     numbers: dict[Hashable, int] = {}
-    index_list = [numbers.setdefault(g, len(numbers)) for g in groups]
+    index_list = [numbers.setdefault(g, len(numbers)) for g in ids]
     return torch.tensor(index_list, dtype=torch.long), len(numbers)
+
+
+def group_ids(groups: Groups) -> list[Hashable]:
+    """The ids as plain hashables: a tensor of one element hashes by identity, so its number is taken."""
+    if isinstance(groups, Tensor):
+        _check.ndim(1, "[B]", groups=groups)
+        _check.integral(groups=groups)
+        return groups.tolist()
+    try:
+        ids = list(groups)
+        if any(isinstance(g, Tensor | tuple) for g in ids):
+            ids = [_plain_id(g) for g in ids]
+        set(ids)
+    except TypeError as error:
+        raise AlgorithmError(f"groups must hold hashable ids, one per reward ({error})") from None
+    return ids
+
+
+def _plain_id(group: Hashable) -> Hashable:
+    if isinstance(group, tuple):
+        return tuple(_plain_id(g) for g in group)
+    if not isinstance(group, Tensor):
+        return group
+    if group.numel() != 1:
+        raise AlgorithmError(f"groups holds a tensor of shape {_check.shape_of(group)} as an id: an id is one number")
+    number: int | float = group.item()
+    return number
 
 
 class Grouped:
@@ -87,6 +115,7 @@ class Grouped:
 
 def check_group_size(group_size: int | None) -> None:
     """Refuse a configured group size that leaves nobody to compare with."""
+    _check.whole(**_check.given(group_size=group_size))
     if group_size is not None and group_size < 2:
         raise AlgorithmError(
             f"group_size is {group_size}: a group-relative advantage compares a sample with others of its"
@@ -163,6 +192,9 @@ def remax_advantage(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | 
         greedy_rewards: [B], the greedy response's reward of each sample's prompt; NaN there leaves the sample out
             too.
         valid: [B].
+
+    Raises:
+        AlgorithmError: wrong shapes or dtypes, infinite rewards.
     """
     _check.floating(rewards=rewards, greedy_rewards=greedy_rewards)
     _check.ndim(1, "[B]", rewards=rewards)
@@ -170,7 +202,24 @@ def remax_advantage(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | 
     use = ~(rewards.isnan() | greedy_rewards.isnan())
     if valid is not None:
         use = use & _check.boolean(valid, "valid")
-    return zero_masked(rewards, use) - zero_masked(greedy_rewards, use)
+    advantages = zero_masked(rewards, use) - zero_masked(greedy_rewards, use)
+    if not bool(advantages.isfinite().all()):
+        raise AlgorithmError("rewards or greedy_rewards holds an infinite value; use NaN where it could not be computed")
+    return advantages
+
+
+def valid_rows(rewards: Tensor, mask: Tensor, valid: Tensor | None) -> Tensor:
+    """Which samples count: those with a true position in ``mask`` [B, T], and ``valid`` [B] where it is given."""
+    _check.floating(rewards=rewards)
+    _check.ndim(1, "[B]", rewards=rewards)
+    _check.ndim(2, "[B, T]", mask=mask)
+    if mask.shape[0] != rewards.shape[0]:
+        raise AlgorithmError(f"mask has {mask.shape[0]} rows for {rewards.shape[0]} rewards")
+    trained = _check.boolean(mask).any(1)
+    if valid is None:
+        return trained
+    _check.same_shape(rewards=rewards, valid=valid)
+    return trained & _check.boolean(valid, "valid")
 
 
 def reinforce_pp_baseline_advantage(
@@ -190,19 +239,16 @@ def reinforce_pp_baseline_advantage(
 
     Args:
         rewards: [B]; NaN leaves a sample out.
-        groups: ids of B samples.
-        mask: [B, T].
-        ranks: process group; the statistics are those of all its ranks.
+        groups: ids of B samples. A group lies whole on one rank: its mean is taken here, before anything is reduced.
+        mask: [B, T]. A sample without a true position is left out: it is no peer.
+        ranks: process group; the statistics of the whitening are those of all its ranks.
 
     Returns:
         [B, T], zero at false positions and for samples that were left out.
     """
+    valid = valid_rows(rewards, mask, valid)
     centred = group_advantage(rewards, groups, normalise_std=False, valid=valid, group_size=group_size)
-    use = ~rewards.isnan() if valid is None else ~rewards.isnan() & _check.boolean(valid, "valid")
-    _check.ndim(2, "[B, T]", mask=mask)
-    if mask.shape[0] != rewards.shape[0]:
-        raise AlgorithmError(f"mask has {mask.shape[0]} rows for {rewards.shape[0]} rewards")
-    mask = _check.boolean(mask) & use[:, None]
+    mask = _check.boolean(mask) & (valid & ~rewards.isnan())[:, None]
     return whiten(centred[:, None].expand(mask.shape), mask, eps=eps, group=ranks)
 
 
@@ -215,8 +261,7 @@ def pass_at_k(correct: Tensor, total: Tensor, k: int) -> Tensor:
     """
     _check.integral(correct=correct, total=total)
     _check.same_shape(correct=correct, total=total)
-    if k < 1:
-        raise AlgorithmError(f"k must be at least 1, got {k}")
+    _check.whole(1, k=k)
     if bool(((correct < 0) | (correct > total)).any()):
         raise AlgorithmError("correct must lie between 0 and total")
     n, c = total.to(torch.float64), correct.to(torch.float64)
@@ -257,6 +302,9 @@ def pass_at_k_advantage(
     Returns:
         [B]. Zero where every subset has the same reward, and in groups with fewer than k valid samples.
     """
+    _check.whole(k=k)
+    _check.number(threshold=threshold)
+    check_group_size(group_size)
     if k < 1 or (group_size is not None and k > group_size):
         limit = "" if group_size is None else f" and at most group_size ({group_size})"
         raise AlgorithmError(f"k must be at least 1{limit}, got {k}")
@@ -306,6 +354,7 @@ def trajectory_group_advantage(
     group, _ = group_index(groups, count)
     trajectory, group = trajectory.to(rewards.device), group.to(rewards.device)
     keep = torch.ones_like(rewards, dtype=torch.bool) if valid is None else _check.boolean(valid, "valid")
+    _check.not_negative(eps=eps)
     r = torch.where(keep, _check.precise(rewards), 0.0)
     totals = r.new_zeros(m).index_add_(0, trajectory, r)  # NaN stays NaN: the trajectory is left out
     present = torch.zeros(m, dtype=torch.long, device=r.device).index_add_(0, trajectory, keep.long()) > 0
@@ -332,10 +381,12 @@ def turn_group_advantage(
     advantage of GiGPO (arXiv 2505.10978) compares actions taken in one and the same state. ``returns``
     [B] is each turn's own reward or discounted return (``discounted_returns``). A turn alone with its key gets 0.
     """
+    _check.floating(returns=returns)
+    _check.ndim(1, "[B]", returns=returns)
     count = len(returns)
     group, _ = group_index(groups, count)
     turn, n = group_index(turns, count)
-    joint = group.to(turn.device) * max(n, 1) + turn
+    joint = group.to(returns.device) * max(n, 1) + turn.to(returns.device)
     return group_advantage(returns, joint, normalise_std=normalise_std, eps=eps, valid=valid)
 
 
@@ -355,11 +406,21 @@ def gigpo_advantage(
 
     The episode part is ``trajectory_group_advantage(rewards, ...)``, the step part
     ``turn_group_advantage(returns, ..., anchors)``. All arguments are per turn [B].
+
+    A trajectory one of whose (valid) rewards is NaN is left out of both parts: what its steps led to is not known.
     """
     _check.not_negative(step_weight=step_weight)
-    _check.same_shape(rewards=rewards, returns=returns)
+    _check.floating(rewards=rewards, returns=returns)
+    _check.ndim(1, "[B]", rewards=rewards)
+    _check.same_shape(rewards=rewards, returns=returns, valid=valid)
     episode = trajectory_group_advantage(
         rewards, groups, trajectories, normalise_std=normalise_std, eps=eps, valid=valid
     )
-    step = turn_group_advantage(returns, groups, anchors, normalise_std=normalise_std, eps=eps, valid=valid)
+    keep = torch.ones_like(rewards, dtype=torch.bool) if valid is None else _check.boolean(valid, "valid")
+    index, n = group_index(trajectories, len(rewards))
+    index = index.to(rewards.device)
+    missing = torch.zeros(n, dtype=torch.long, device=rewards.device)
+    missing = missing.index_add_(0, index, (rewards.isnan() & keep).long())
+    known = keep & (missing[index] == 0)
+    step = turn_group_advantage(returns, groups, anchors, normalise_std=normalise_std, eps=eps, valid=known)
     return episode + step_weight * step

@@ -8,6 +8,7 @@ Shape legend: B sequences, T positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -21,6 +22,8 @@ from rlinf_algos.masking import sequence_sums, zero_masked
 
 Aggregation = Literal["token_mean", "sequence_mean_of_token_means", "sequence_mean_of_token_sums", "constant"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+# Metrics that say over what the others are sums.
+COUNTS = ("tokens", "sequences")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ class LossSum:
         metrics = {name: self.metrics.get(name, zero) + other.metrics.get(name, zero) for name in names}
         return LossSum(self.sum + other.sum, self.count + other.count, metrics)
 
+    def __radd__(self, other: object) -> LossSum:
+        """So that ``sum(parts)`` works, which begins at 0."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def plus(self, other: LossSum, coefficient: float = 1.0) -> LossSum:
         """Add another term *of the same tokens* (KL, entropy): the sums add, the count stays."""
         if other.count != self.count:
@@ -58,14 +65,28 @@ class LossSum:
             )
         return LossSum(self.sum + coefficient * other.sum, self.count, {**self.metrics, **other.metrics})
 
+    def over(self, count: float | Tensor) -> Tensor:
+        """sum / ``count``: this part of a loss whose count over all micro-batches and ranks is ``count``.
+
+        Zero, with zero gradient, when ``count`` is 0: nothing is left to train on.
+        """
+        n = float(count)
+        if not (math.isfinite(n) and n >= 0):
+            raise AlgorithmError(f"count must be a finite number of at least 0, got {n}")
+        if n == 0 and self.count:
+            raise AlgorithmError(f"count is 0, but this part alone counts {self.count:g}: it must be the whole count")
+        return self.sum / n if n else self.sum * 0.0
+
     def mean(self) -> Tensor:
         """sum / count; zero (with zero gradient) when there is nothing to train on."""
         return self.sum / self.count if self.count else self.sum
 
     def metric_means(self) -> dict[str, float]:
-        """Every metric divided by ``tokens``, as floats (``tokens`` itself as it is)."""
-        tokens = max(float(self.metrics.get("tokens", torch.ones(()))), 1.0)
-        return {k: float(v) if k == "tokens" else float(v) / tokens for k, v in self.metrics.items()}
+        """Every metric divided by ``tokens`` (where there is none, by ``sequences``), as floats; the two themselves as
+        they are."""
+        unit = next((name for name in COUNTS if name in self.metrics), None)
+        whole = max(float(self.metrics[unit]), 1.0) if unit else 1.0
+        return {k: float(v) if k in COUNTS else float(v) / whole for k, v in self.metrics.items()}
 
 
 def aggregate(
@@ -105,6 +126,8 @@ def aggregate(
     _check.same_shape(losses=losses, mask=mask)
     check_divisor(mode, divisor)
     mask = _check.boolean(mask)
+    _check.integral(segments=segments)
+    _check.same_shape(mask=mask, segments=segments)
     if mode == "token_mean":
         return zero_masked(losses, mask).sum(), float(mask.sum())
     sums, counts, _ = sequence_sums(losses, mask, segments)

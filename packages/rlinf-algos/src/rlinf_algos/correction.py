@@ -68,15 +68,14 @@ def rollout_correction(
     """
     _check.choice("level", level, LEVELS)
     _check.choice("mode", mode, MODES)
-    _check.positive(upper=upper, lower=lower)
+    _check.positive(upper=upper, **_check.given(lower=lower))
     if lower is not None and mode != "mask":
         raise AlgorithmError("lower is read by mode 'mask' alone: raising small weights would add bias")
     if lower is not None and lower > upper:
         raise AlgorithmError(f"lower ({lower}) exceeds upper ({upper})")
-    _check.floating(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
-    _check.ndim(2, "[B, T]", train_logprobs=train_logprobs)
-    _check.same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    mask = _check.boolean(mask)
+    mask = _checked(train_logprobs, rollout_logprobs, mask)
+    _check.integral(segments=segments)
+    _check.same_shape(mask=mask, segments=segments)
     d = zero_masked(train_logprobs, mask) - zero_masked(rollout_logprobs, mask)
     log_weight = d
     if level != "token":
@@ -107,7 +106,7 @@ def rollout_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
     |pi_train - pi_rollout| of the drawn token; ``rollout_weight`` and ``rollout_weight_square``: of exp(d), for
     ``effective_sample_size``.
     """
-    mask = _check.boolean(mask)
+    mask = _checked(train_logprobs, rollout_logprobs, mask)
     train, rollout = zero_masked(train_logprobs, mask), zero_masked(rollout_logprobs, mask)
     d = train - rollout
     weight = torch.where(mask, safe_exp(d), 0.0)
@@ -119,6 +118,13 @@ def rollout_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tens
         "rollout_weight": weight.sum(),
         "rollout_weight_square": _check.precise(weight).square().sum(),
     }
+
+
+def _checked(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    _check.floating(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
+    _check.ndim(2, "[B, T]", train_logprobs=train_logprobs)
+    _check.same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    return _check.boolean(mask)
 
 
 def effective_sample_size(metrics: Mapping[str, Tensor | float], *, prefix: str = "weight") -> float:

@@ -16,5 +16,7 @@ class NoSignalError(AlgorithmError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
-    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    found = get_close_matches(name, list(known), n=5, cutoff=0.5)
+    # Letters in another order are the likeliest slip: "gpro" is "grpo", though "gspo" scores the same.
+    best = next((k for k in found if sorted(k) == sorted(name)), found[0] if found else None)
+    return f" (did you mean {best!r}?)" if best else ""

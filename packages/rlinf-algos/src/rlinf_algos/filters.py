@@ -6,14 +6,14 @@ Shape legend: B samples, T positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rlinf_algos import _check
-from rlinf_algos.advantages import SIGNAL_TOLERANCE, Grouped, Groups
+from rlinf_algos.advantages import SIGNAL_TOLERANCE, Grouped, Groups, group_ids
 from rlinf_algos.errors import AlgorithmError, NoSignalError
 
 
@@ -49,6 +49,7 @@ class DynamicSampling:
     equal: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check.whole(target=self.target, max_rounds=self.max_rounds)
         if self.target < 1 or self.max_rounds < 1:
             raise AlgorithmError(f"target and max_rounds must be at least 1, got {self.target} and {self.max_rounds}")
 
@@ -60,8 +61,10 @@ class DynamicSampling:
     def missing(self) -> int:
         return max(self.target - len(self.kept), 0)
 
-    def add(self, rewards: Tensor, groups: Sequence[Hashable], *, valid: Tensor | None = None) -> DynamicSampling:
-        """The state after one more round of complete groups, with ids that were not used before."""
+    def add(self, rewards: Tensor, groups: Groups, *, valid: Tensor | None = None) -> DynamicSampling:
+        """The state after one more round of complete groups, with ids that were not used before (an integer tensor
+        [B] counts by its numbers)."""
+        groups = group_ids(groups)
         keep = groups_with_signal(rewards, groups, valid=valid).tolist()
         use = ~rewards.isnan() if valid is None else ~rewards.isnan() & _check.boolean(valid, "valid")
         signal = dict.fromkeys(g for g, k in zip(groups, keep, strict=True) if k)
@@ -121,9 +124,10 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, cache: int) -> Tensor:
     -1.
     """
     _check.integral(lengths=lengths)
+    _check.whole(max_length=max_length, cache=cache)
     if not 0 < cache <= max_length:
         raise AlgorithmError(f"cache must lie in 1..max_length ({max_length}), got {cache}")
-    return ((max_length - cache - lengths) / cache).clamp(-1.0, 0.0)
+    return ((max_length - cache - lengths.long()) / cache).clamp(-1.0, 0.0)
 
 
 @torch.no_grad()
@@ -134,8 +138,7 @@ def overlong_filter(mask: Tensor, truncated: Tensor) -> Tensor:
     either.
     """
     _check.ndim(2, "[B, T]", mask=mask)
-    if truncated.shape != mask.shape[:1]:
-        raise AlgorithmError(f"truncated must have shape [B] = [{mask.shape[0]}], got {_check.shape_of(truncated)}")
+    _check.shape(mask.shape[:1], "[B]", truncated=truncated)
     return _check.boolean(mask) & ~_check.boolean(truncated, "truncated")[:, None]
 
 
@@ -151,9 +154,9 @@ def staleness_filter(versions: Tensor, mask: Tensor, *, current: int, max_stalen
     _check.integral(versions=versions)
     _check.ndim(2, "[B, T]", versions=versions)
     _check.same_shape(versions=versions, mask=mask)
-    if max_staleness < 0:
-        raise AlgorithmError(f"max_staleness must be at least 0, got {max_staleness}")
-    mask = _check.boolean(mask)
+    _check.whole(current=current)
+    _check.whole(0, max_staleness=max_staleness)
+    mask, versions = _check.boolean(mask), versions.long()
     if bool((mask & (versions > current)).any()):
         raise AlgorithmError(f"versions holds one newer than current ({current}): wrong counters")
     return ((current - versions <= max_staleness) | ~mask).all(1) & mask.any(1)
@@ -169,12 +172,14 @@ class RewardStatistics:
     square: float = 0.0
 
     def add(self, rewards: Tensor) -> RewardStatistics:
-        """With one more batch; NaN rewards are left out."""
+        """With one more batch; NaN rewards are left out, infinite ones refused."""
         _check.floating(rewards=rewards)
         r = rewards.detach().double().flatten()
         r = r[~r.isnan()]
         if not len(r):
             return self
+        if not bool(r.isfinite().all()):
+            raise AlgorithmError("rewards holds an infinite value; use NaN for a reward that could not be computed")
         mean = float(r.mean())
         return self.merge(RewardStatistics(float(len(r)), mean, float((r - mean).square().sum())))
 
@@ -207,7 +212,8 @@ def normalise_rewards(
     Zero where the statistics have no spread (shifted), or the rewards as they are (not shifted).
     """
     _check.floating(rewards=rewards)
-    _check.positive(clip=clip)
+    _check.positive(**_check.given(clip=clip))
+    _check.not_negative(eps=eps)
     r = _check.widen(rewards)
     spread = statistics.std
     if spread <= SIGNAL_TOLERANCE * abs(statistics.mean) or statistics.count < 2:

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlinf_algos import _check
 from rlinf_algos.aggregation import LossSum, aggregate
 from rlinf_algos.errors import AlgorithmError
-from rlinf_algos.masking import masked_sum, safe_exp, zero_masked
+from rlinf_algos.masking import FAR, masked_sum, safe_exp, zero_masked
 
 KINDS = ("k1", "k2", "k3", "abs")
 
@@ -30,9 +30,10 @@ KINDS = ("k1", "k2", "k3", "abs")
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(u) - 1 - u for u = log pi_ref - log pi, any shape.
 
-    Never negative (near 0 by its series, where the difference would round below zero) and finite for any finite
-    ``u``: beyond u = 20 the exponential goes on as its tangent line. The common clamp at 20 has no gradient there.
+    Never negative (near 0 by its series, where the difference would round below zero) and finite for any ``u``:
+    beyond u = 20 the exponential goes on as its tangent line. The common clamp at 20 has no gradient there.
     """
+    log_ratio = log_ratio.clamp(-FAR, FAR)
     small = log_ratio.abs() < 1e-2
     s = torch.where(small, log_ratio, 0.0)
     series = s.square() * (0.5 + s * (1 / 6 + s * (1 / 24 + s / 120)))
@@ -103,6 +104,7 @@ def kl_loss(
             " noise and no"
             " pull to the reference. Use 'k2' (the gradient of the exact reverse KL), or k1 in the reward."
         )
+    _check.floating(logprobs=logprobs, ref_logprobs=ref_logprobs, behaviour_logprobs=behaviour_logprobs)
     _check.ndim(2, "[B, T]", logprobs=logprobs)
     mask = _check.boolean(mask)
     ref = ref_logprobs.detach()
@@ -118,7 +120,7 @@ def kl_loss(
     metrics = {
         "tokens": mask.sum(),
         "kl": masked_sum(values.detach(), mask),
-        "kl_k1": masked_sum((logprobs.detach() - ref), mask),
+        "kl_k1": kl_penalty(logprobs.detach(), ref, "k1", mask=mask).sum(),
     }
     return LossSum(total, count, metrics)
 
@@ -127,26 +129,33 @@ class _KLFull(torch.autograd.Function):
     """Rows of logits -> KL [N], with the gradient p_i ((log p_i - log q_i) - KL) computed in chunks."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, logits: Tensor, ref: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, logits: Tensor, ref: Tensor, chunk: int, temperature: float
+    ) -> Tensor:
         out = torch.empty(logits.shape[0], dtype=_check.wide(logits.dtype), device=logits.device)
         for i in range(0, logits.shape[0], chunk):
-            log_p = _check.widen(logits[i : i + chunk]).log_softmax(-1)
-            out[i : i + chunk] = _kl_terms(log_p, _check.widen(ref[i : i + chunk]).log_softmax(-1)).sum(-1)
+            log_p = _tempered(logits[i : i + chunk], temperature)
+            out[i : i + chunk] = _kl_terms(log_p, _tempered(ref[i : i + chunk], temperature)).sum(-1)
         ctx.save_for_backward(logits, ref, out)
-        ctx.chunk = chunk  # type: ignore[attr-defined]
+        ctx.chunk, ctx.temperature = chunk, temperature  # type: ignore[attr-defined]
         return out
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, ref, kl = ctx.saved_tensors  # type: ignore[attr-defined]
-        chunk = ctx.chunk  # type: ignore[attr-defined]
+        chunk, temperature = ctx.chunk, ctx.temperature  # type: ignore[attr-defined]
         grad = torch.empty_like(logits)
         for i in range(0, logits.shape[0], chunk):
-            log_p = _check.widen(logits[i : i + chunk]).log_softmax(-1)
-            log_q = _check.widen(ref[i : i + chunk]).log_softmax(-1)
+            log_p = _tempered(logits[i : i + chunk], temperature)
+            log_q = _tempered(ref[i : i + chunk], temperature)
             part = _kl_terms(log_p, log_q) - log_p.exp() * kl[i : i + chunk, None]
-            grad[i : i + chunk] = (part * grads[0][i : i + chunk, None]).to(grad.dtype)
-        return grad, None, None
+            grad[i : i + chunk] = (part * (grads[0][i : i + chunk, None] / temperature)).to(grad.dtype)
+        return grad, None, None, None
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature), divided after widening."""
+    return (_check.widen(logits) / temperature).log_softmax(-1)
 
 
 def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -165,23 +174,21 @@ def kl_full(
     Args:
         logits, ref_logits: [B, T, V].
         mask: [B, T]; false positions give 0, are not read and get no gradient.
-        temperature: both are divided by it first.
+        temperature: both are divided by it first (in float32 for narrower dtypes).
         chunk: positions computed together.
     """
     _check.floating(logits=logits, ref_logits=ref_logits)
     _check.ndim(3, "[B, T, V]", logits=logits)
     _check.same_shape(logits=logits, ref_logits=ref_logits)
-    _check.positive(temperature=temperature, chunk=chunk)
+    _check.temperature_of(temperature)
+    _check.whole(1, chunk=chunk)
     x, y = logits.flatten(0, 1), ref_logits.detach().flatten(0, 1)
     keep = None
     if mask is not None:
-        if mask.shape != logits.shape[:2]:
-            raise AlgorithmError(f"mask must have shape [B, T] of logits, got {_check.shape_of(mask)}")
+        _check.shape(logits.shape[:2], "[B, T] of logits", mask=mask)
         keep = _check.boolean(mask).flatten()
         x, y = x[keep], y[keep]
-    if temperature != 1.0:
-        x, y = x / temperature, y / temperature
-    values = _KLFull.apply(x, y, chunk)  # type: ignore[no-untyped-call]
+    values = _KLFull.apply(x, y, chunk, temperature)  # type: ignore[no-untyped-call]
     if keep is not None:
         values = values.new_zeros(keep.shape).masked_scatter(keep, values)
     result: Tensor = values.view(logits.shape[:2])

@@ -37,7 +37,7 @@ def token_logprobs(
     Args:
         logits: [..., V]; -inf is allowed (a token that cannot be drawn).
         ids: [...] integers in 0..V-1 (global ids when the vocabulary is sharded).
-        temperature: as when sampling, above 0: the probabilities are those of the tempered policy.
+        temperature: as when sampling, at least 1e-6: the probabilities are those of the tempered policy.
         mask: [...] bool or integer; false positions give 0 and no gradient, and neither their logits (NaN, infinite)
             nor their ids (-100) are read.
         chunk: rows reduced together; chosen so that a block fits the cache when ``None``.
@@ -45,7 +45,7 @@ def token_logprobs(
             the logits; torch refuses a second backward.
         group: process group whose ranks each hold a vocabulary shard (collective). The loss must be the same on every
             rank.
-        vocab_start: first global id of this rank's shard.
+        vocab_start: first global id of this rank's shard. Every id must lie in exactly one rank's shard.
 
     Raises:
         AlgorithmError: shapes, dtypes, temperature or ids that cannot be right.
@@ -82,7 +82,9 @@ def entropy_from_logits(
     vocab_start: int = 0,
 ) -> Tensor:
     """Entropy -sum p log p of softmax(logits / temperature), in nats: [...]. Arguments as ``token_logprobs``."""
-    ids = torch.full(logits.shape[:-1], vocab_start, dtype=torch.long, device=logits.device)
+    _check.floating(logits=logits)
+    # Id 0 is in the first shard, whatever this rank holds.
+    ids = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _from_logits(logits, ids, temperature, mask, chunk, inplace_backward, group, vocab_start, True)[1]
 
 
@@ -110,6 +112,8 @@ def next_token_logprobs(
         [B, T], zero at false positions.
     """
     shifted_ids, shifted_mask = _shift(logits, input_ids, mask)
+    if not logits.shape[1]:
+        return _check.widen(logits).sum(-1)  # [B, 0]
     found = token_logprobs(
         logits,
         shifted_ids,
@@ -125,10 +129,7 @@ def next_token_logprobs(
 
 def _shift(logits: Tensor, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     _check.ndim(3, "[B, T, V]", logits=logits)
-    if input_ids.shape != logits.shape[:2]:
-        raise AlgorithmError(
-            f"input_ids must have shape [B, T] of logits {_check.shape_of(logits)}, got {_check.shape_of(input_ids)}"
-        )
+    _check.shape(logits.shape[:2], "[B, T] of logits", input_ids=input_ids)
     _check.same_shape(input_ids=input_ids, mask=mask)
     mask = _check.boolean(mask)
     if mask.shape[1] and bool(mask[:, 0].any()):
@@ -149,7 +150,9 @@ def _from_logits(
     want_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     _check.floating(logits=logits)
-    _check.positive(temperature=temperature, chunk=chunk)
+    _check.temperature_of(temperature)
+    _check.whole(1, **_check.given(chunk=chunk))
+    _shards(group, vocab_start)
     vocab = _vocabulary(logits, "logits")
     flat_ids, rows = _targets(ids, mask, logits, "logits", vocab, group)
     flat = logits.reshape(-1, vocab)
@@ -176,8 +179,9 @@ def linear_token_logprobs(
 ) -> Tensor:
     """``token_logprobs`` of the logits hidden @ weight.T + bias, which never exist as a whole: [...].
 
-    Costs one more product with the output matrix in the backward pass. Exact gradients to ``hidden``, ``weight`` and
-    ``bias``, accumulated in float32 for narrower dtypes.
+    Costs one more product with the output matrix in the backward pass. Gradients to ``hidden``, ``weight`` and
+    ``bias`` are accumulated in float32 for narrower dtypes. The products themselves are made in ``hidden``'s dtype, as
+    the model's own output layer makes them: their rounding (and, in float16, overflow beyond 65504) is that layer's.
 
     Args:
         hidden: [..., D].
@@ -225,7 +229,9 @@ def _from_hidden(
 ) -> tuple[Tensor, Tensor]:
     _check.floating(hidden=hidden, weight=weight, bias=bias)
     _check.ndim(2, "[V, D]", weight=weight)
-    _check.positive(temperature=temperature, chunk_rows=chunk_rows, chunk_vocab=chunk_vocab)
+    _check.temperature_of(temperature)
+    _check.whole(1, **_check.given(chunk_rows=chunk_rows, chunk_vocab=chunk_vocab))
+    _shards(group, vocab_start)
     width = _vocabulary(hidden, "hidden")
     if weight.shape[1] != width:
         raise AlgorithmError(f"weight must have shape [V, D], D = {width} as in hidden, got {_check.shape_of(weight)}")
@@ -243,6 +249,12 @@ def _from_hidden(
             flat, weight, bias, flat_ids, 1.0 / temperature, size, vocab, want_entropy, group, vocab_start
         )
     return _spread(logp, rows, ids.shape), _spread(entropy, rows, ids.shape)
+
+
+def _shards(group: Group, vocab_start: int) -> None:
+    _check.whole(0, vocab_start=vocab_start)
+    if group is None and vocab_start:
+        raise AlgorithmError(f"vocab_start is {vocab_start} without group: a shard alone has no normaliser")
 
 
 def _vocabulary(x: Tensor, name: str) -> int:

@@ -15,16 +15,19 @@ from rlinf_algos.errors import AlgorithmError
 
 # exp(20) = 4.9e8: beyond it a ratio says nothing more, and float32 has room to multiply and sum.
 EXP_LIMIT = 20.0
+# As far as a log-ratio is told apart from infinity: e^20 times it still fits float32, and 0 times it is 0.
+FAR = 1e20
 
 
 def safe_exp(x: Tensor, limit: float = EXP_LIMIT) -> Tensor:
     """exp(x) for x <= ``limit``, its tangent line beyond.
 
-    Value and gradient stay finite for any finite ``x``; the function stays increasing and convex, so unlike
-    with a clamp the gradient does not vanish where it is needed most.
+    Value and gradient stay finite for any ``x``, -inf (a token that the policy gives no probability) and +inf
+    included; the function stays increasing and convex, so unlike with a clamp the gradient does not vanish where it
+    is needed most.
     """
     bounded = x.clamp(max=limit)
-    return torch.exp(bounded) * (1 + (x - bounded))
+    return torch.exp(bounded) * (1 + torch.relu(x - limit).clamp(max=FAR))
 
 
 def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -35,12 +38,14 @@ def zero_masked(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of ``x`` over the true positions of ``mask`` (same shape), a scalar."""
+    _check.floating(x=x)
     _check.same_shape(x=x, mask=mask)
     return zero_masked(x, _check.boolean(mask)).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``x`` over the true positions of ``mask`` (same shape), a scalar; zero when there are none."""
+    _check.floating(x=x)
     _check.same_shape(x=x, mask=mask)
     mask = _check.boolean(mask)
     return zero_masked(x, mask).sum() / mask.sum().clamp(min=1)
@@ -58,7 +63,7 @@ def whiten(
     """Whiten over all true positions, and over all ranks when ``group`` is given.
 
     (x - mean) / (std + eps), std with ddof = 0 (so that one position gives 0, not NaN). Where the values
-    do not differ by more than rounding, the result is zero.
+    do not differ by more than rounding, the result is zero; with ``shift_mean=False``, the values as they are.
 
     Args:
         values: any shape.
@@ -69,7 +74,10 @@ def whiten(
             rank must call, also one with nothing).
 
     Returns:
-        values' shape, zero where the mask is false; zeros when there is one position or none.
+        values' shape, zero where the mask is false. One position alone gives 0 (itself with ``shift_mean=False``).
+
+    Raises:
+        AlgorithmError: on every rank, when a value at a true position (of any rank) is NaN or infinite.
     """
     _check.floating(values=values)
     _check.same_shape(values=values, mask=mask)
@@ -77,6 +85,8 @@ def whiten(
     mask = _check.boolean(mask)
     x = torch.where(mask, _check.precise(values), 0.0)
     count, total = sum_over_ranks(torch.stack((mask.sum().to(x.dtype), x.sum())), group).unbind()
+    if not bool(total.isfinite()):
+        raise AlgorithmError("values holds NaN or an infinite value at a true position of mask; leave it out of mask")
     mean = total / count.clamp(min=1)
     centred = torch.where(mask, x - mean, 0.0)
     square = sum_over_ranks(centred.square().sum(), group)
@@ -102,7 +112,7 @@ def terminal_reward(rewards: Tensor, mask: Tensor) -> Tensor:
     """Put each sequence's reward [B] on its last trainable token: [B, T], zero elsewhere.
 
     Not on the last position: that may be padding, or tool output. A row without any true position has no place for
-    its reward and stays zero.
+    its reward and stays zero. NaN is put there too, and refused by ``gae``: leave such rows out of the mask.
     """
     _check.floating(rewards=rewards)
     _check.ndim(1, "[B]", rewards=rewards)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -83,11 +84,11 @@ def pack(
         capacity: tokens per row.
         pad_id: what padding holds.
         fields: further values per token (masks, advantages, log-probs): name -> N tensors [length]. Padded with zero.
+            Sequences of different dtypes, and fields too, are packed in the dtype that holds them all.
         rows: which sequences share a row (``micro_batches`` or own choice); first-fit decreasing when ``None``.
         pad_to_capacity: rows of exactly ``capacity`` (for compiled models) and not of the longest.
     """
-    if capacity < 1:
-        raise AlgorithmError(f"capacity must be at least 1, got {capacity}")
+    _check.whole(1, capacity=capacity)
     lengths = []
     for n, sequence in enumerate(sequences):
         _check.integral(**{f"sequences[{n}]": sequence})
@@ -96,8 +97,10 @@ def pack(
             raise AlgorithmError(f"sequences[{n}] has {len(sequence)} tokens; must be 1..{capacity}")
         lengths.append(len(sequence))
     for name, values in (fields or {}).items():
-        if [len(v) for v in values] != lengths:
+        if len(values) != len(lengths):
             raise AlgorithmError(f"fields[{name!r}] must hold one tensor per sequence, of its length")
+        for n, value in enumerate(values):
+            _check.shape((lengths[n],), "[length]", **{f"fields[{name!r}][{n}]": value})
     chosen = first_fit_decreasing(lengths, capacity) if rows is None else [list(r) for r in rows]
     if sorted(i for r in chosen for i in r) != list(range(len(lengths))):
         raise AlgorithmError("rows must name every sequence exactly once")
@@ -107,8 +110,7 @@ def pack(
     width = capacity if pad_to_capacity or not used else max(used)
     places = [(0, 0, 0)] * len(lengths)
     device = sequences[0].device if lengths else None
-    dtype = sequences[0].dtype if lengths else torch.long
-    input_ids = torch.full((len(chosen), width), pad_id, dtype=dtype, device=device)
+    input_ids = torch.full((len(chosen), width), pad_id, dtype=_dtype(sequences, torch.long), device=device)
     position_ids = torch.zeros(len(chosen), width, dtype=torch.long, device=device)
     segments = torch.zeros_like(position_ids)
     for row, members in enumerate(chosen):
@@ -124,9 +126,13 @@ def pack(
     return Packed(input_ids, position_ids, segments, packed_fields, tuple(places))
 
 
+def _dtype(values: Sequence[Tensor], empty: torch.dtype) -> torch.dtype:
+    """The dtype that holds all ``values``: the first one's alone would cut the others down without a word."""
+    return reduce(torch.promote_types, (v.dtype for v in values)) if len(values) else empty
+
+
 def _lay(values: Sequence[Tensor], places: Sequence[tuple[int, int, int]], like: Tensor) -> Tensor:
-    dtype = values[0].dtype if len(values) else torch.float32
-    out = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    out = torch.zeros(like.shape, dtype=_dtype(values, torch.float32), device=like.device)
     for value, (row, start, length) in zip(values, places, strict=True):
         out[row, start : start + length] = value
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlinf_algos import _check
 from rlinf_algos.aggregation import LossSum, aggregate
 from rlinf_algos.errors import AlgorithmError
-from rlinf_algos.masking import per_sequence, safe_exp, sequence_sums, zero_masked
+from rlinf_algos.masking import FAR, per_sequence, safe_exp, sequence_sums, zero_masked
 
 
 def _constant(x: Tensor, mask: Tensor, name: str, dtype: torch.dtype, *, per_row: bool = False) -> Tensor:
@@ -44,6 +44,7 @@ def check_clip(clip_low: float, clip_high: float, dual_clip: float | None = None
     _check.not_negative(clip_low=clip_low, clip_high=clip_high)
     if clip_low > 1:
         raise AlgorithmError(f"clip_low is {clip_low}: the lower bound 1 - clip_low would be negative")
+    _check.number(**_check.given(dual_clip=dual_clip))
     if dual_clip is not None and not dual_clip > 1 + clip_high:
         raise AlgorithmError(f"dual_clip is {dual_clip}: it must exceed 1 + clip_high = {1 + clip_high:g}")
 
@@ -85,7 +86,7 @@ def _finish(
         for name, flag in flags.items():
             metrics[name] = (flag & mask).sum()
         if log_ratio is not None:
-            d = log_ratio.detach()
+            d = log_ratio.detach().clamp(-FAR, FAR)
             ratio = safe_exp(d)
             metrics["ratio"] = torch.where(mask, ratio, 0.0).sum()
             metrics["approx_kl"] = torch.where(mask, ratio - 1 - d, 0.0).sum()
@@ -179,7 +180,8 @@ def gspo_loss(
     a = _constant(advantages, mask, "advantages", logp.dtype, per_row=True)
     sums, counts, keys = sequence_sums(log_ratio.detach(), mask, segments)
     mean = per_sequence(sums / counts.clamp(min=1), keys, mask.shape[1])
-    ratio = safe_exp(torch.where(mask, mean, 0.0) + logp - logp.detach())
+    through = torch.where(logp.isfinite(), logp - logp.detach(), 0.0)  # 0, with the gradient of log pi
+    ratio = safe_exp(torch.where(mask, mean, 0.0) + through)
     loss, flags = _clipped(ratio, a, clip_low, clip_high, None)
     return _finish(loss, mask, log_ratio, flags, weights, aggregation, divisor, segments)
 
@@ -214,7 +216,8 @@ def cispo_loss(
     low = 0.0 if clip_low is None else 1 - clip_low
     weight = ratio.clamp(low, 1 + clip_high)
     flags = {"clip_low": ratio < low, "clip_high": ratio > 1 + clip_high}
-    return _finish(-weight * a * logp, mask, log_ratio, flags, weights, aggregation, divisor, segments)
+    # A log-prob of -inf has weight 0 here: 0 times it shall be 0.
+    return _finish(-weight * a * logp.clamp(min=-FAR), mask, log_ratio, flags, weights, aggregation, divisor, segments)
 
 
 def decoupled_ppo_loss(
@@ -246,7 +249,7 @@ def decoupled_ppo_loss(
         behaviour_cap: upper bound of the constant weight pi_prox / pi_behav; ``None`` for none.
     """
     check_clip(clip_low, clip_high, dual_clip)
-    _check.positive(behaviour_cap=behaviour_cap)
+    _check.positive(**_check.given(behaviour_cap=behaviour_cap))
     logp, mask = _policy(logprobs, mask)
     proximal = _constant(proximal_logprobs, mask, "proximal_logprobs", logp.dtype)
     behaviour = _constant(behaviour_logprobs, mask, "behaviour_logprobs", logp.dtype)

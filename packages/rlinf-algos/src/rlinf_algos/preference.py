@@ -40,6 +40,7 @@ def dpo_loss(
         pairs: ``sequences``, ``accuracy``, ``margin``.
     """
     _check.positive(beta=beta)
+    _check.number(label_smoothing=label_smoothing)
     if not 0.0 <= label_smoothing < 0.5:
         raise AlgorithmError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
     chosen, has_chosen = _log_ratio("chosen", chosen_logprobs, ref_chosen_logprobs, chosen_mask)

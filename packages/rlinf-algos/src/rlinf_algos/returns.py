@@ -27,12 +27,15 @@ _WIDTH = 32
 _BLOCK = 2**17
 
 
+@torch.no_grad()
 def discounted_scan(x: Tensor, coefficient: float | Tensor) -> Tensor:
     """y_t = x_t + c_t y_{t+1} along the last dimension, y_T = 0.
 
+    Computed without gradients, like everything here.
+
     Args:
         x: [B, T] floating point.
-        coefficient: c, one number for all, or [B, T].
+        coefficient: c, one finite number for all, or [B, T].
 
     Returns:
         [B, T].
@@ -42,7 +45,11 @@ def discounted_scan(x: Tensor, coefficient: float | Tensor) -> Tensor:
     x = _check.widen(x)
     if isinstance(coefficient, Tensor):
         _check.same_shape(x=x, coefficient=coefficient)
+        _check.floating(coefficient=coefficient)
         return _scan(x, coefficient.to(x.dtype))
+    _check.number(coefficient=coefficient)
+    if not math.isfinite(coefficient):
+        raise AlgorithmError(f"coefficient must be finite, got {coefficient}")
     if x.numel() == 0 or coefficient == 0:
         return x.clone()
     # On a GPU, or with a lowered matmul precision, a float32 product is not exact enough.
@@ -127,7 +134,38 @@ def _inputs(rewards: Tensor, mask: Tensor, gamma: float, lam: float, **others: T
     _check.ndim(2, "[B, T]", rewards=rewards)
     _check.same_shape(rewards=rewards, mask=mask, **others)
     _check.unit(gamma=gamma, lam=lam)
-    return torch.where(_check.boolean(mask), _check.widen(rewards), 0.0), _check.boolean(mask)
+    mask = _check.boolean(mask)
+    r = torch.where(mask, _check.widen(rewards), 0.0)
+    if not bool(r.sum().isfinite()) and not bool(r.isfinite().all()):
+        raise AlgorithmError(
+            "rewards holds NaN or an infinite value at a true position of mask. Leave the rows of rewards that could not"
+            " be computed out of mask: mask & ~rewards_per_row.isnan()[:, None], or valid by name"
+        )
+    return r, mask
+
+
+def _own(mask: Tensor, flags: Tensor) -> Tensor | None:
+    """For each true position of ``mask`` the first position from it on, and before the next true one, where ``flags``
+    holds: [B, T], T where there is none. ``None`` where no flag lies at a false position.
+
+    An episode may end in what follows an action (the tool's answer, an auto-reset): the end belongs to the action.
+    """
+    if not bool((flags & ~mask).any()):
+        return None
+    length = mask.shape[1]
+    position = torch.arange(length, device=mask.device).expand_as(mask)
+    owner = torch.where(mask, position, -1).cummax(1).values
+    first = torch.full(mask.shape, length, device=mask.device)
+    held = torch.where(flags & (owner >= 0), position, length)
+    return first.scatter_reduce_(1, owner.clamp(min=0), held, "amin")
+
+
+def _at(first: Tensor | None, x: Tensor) -> Tensor:
+    """``x`` [B, T] read where ``first`` says; False or 0 where there is nothing."""
+    if first is None:
+        return x
+    length = x.shape[1]
+    return torch.where(first < length, x.gather(1, first.clamp(max=length - 1)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 @torch.no_grad()
@@ -161,12 +199,18 @@ def gae(
         terminated: [B, T], true where an episode really ended at this step: nothing is bootstrapped over it.
         truncated: [B, T], true where an episode was cut off (time limit) at this step: the recursion stops, and
             ``final_values`` at this step is bootstrapped. Where both are true the episode terminated.
+            An end at a false position (in a gap, or in the padding after the row) is that of the last true position
+            before it; where that has several, the first counts. Before a row's first true position none is read.
         final_values: [B, T], V of the observation before the reset, read where truncated; needed with ``truncated``.
         last_values: [B], V of the state after each row's last true position, for a rollout cut while the episode goes
             on. Not read where that position terminated or was truncated.
 
     Returns:
         float32 (float64 when rewards and values are float64), zero at false positions.
+
+    Raises:
+        AlgorithmError: wrong shapes, dtypes or options; NaN or infinite rewards at true positions (a returns target
+            cannot be made up: leave such rows out of ``mask``).
     """
     _check.floating(values=values, final_values=final_values, last_values=last_values)
     r, mask = _inputs(
@@ -176,8 +220,7 @@ def gae(
         raise AlgorithmError("truncated needs final_values: the value of the observation where it was cut off")
     if final_values is not None and truncated is None:
         raise AlgorithmError("final_values is read where truncated is true; give truncated as well")
-    if last_values is not None and last_values.shape != rewards.shape[:1]:
-        raise AlgorithmError(f"last_values must have shape [B], got {_check.shape_of(last_values)}")
+    _check.shape(rewards.shape[:1], "[B]", last_values=last_values)
     dtype = torch.promote_types(r.dtype, _check.wide(values.dtype))
     if r.numel() > _BLOCK and r.shape[0] > 1 and r.device.type == "cpu":
         return _by_rows(r, values, mask, gamma, lam, terminated, truncated, final_values, last_values, dtype)
@@ -195,14 +238,19 @@ def gae(
         after += gamma * terminal_reward(last_values.to(dtype), mask)
     coefficient: float | Tensor = gamma * lam
     if terminated is not None or truncated is not None:
-        ends = torch.zeros_like(whole)
+        none = torch.zeros_like(whole)
+        cuts = none if truncated is None else _check.boolean(truncated, "truncated")
+        stops = none if terminated is None else _check.boolean(terminated, "terminated")
+        first = _own(whole, cuts | stops)
+        ends = none
         if truncated is not None and final_values is not None:
-            cut = _check.boolean(truncated, "truncated") & whole
-            ends |= cut
-            after = torch.where(_moved(cut, packed), gamma * _values(cut, final_values, dtype, packed), after)
+            cut = _at(first, cuts) & whole
+            ends = ends | cut
+            final = _values(cut, _at(first, final_values), dtype, packed)
+            after = torch.where(_moved(cut, packed), gamma * final, after)
         if terminated is not None:
-            stop = _check.boolean(terminated, "terminated") & whole
-            ends |= stop
+            stop = _at(first, stops) & whole
+            ends = ends | stop
             after = torch.where(_moved(stop, packed), 0.0, after)
         coefficient = (gamma * lam) * _moved(ends, packed).logical_not().to(dtype)
     delta = torch.where(mask, r + after - v, 0.0)
@@ -264,7 +312,8 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, end
     Args:
         rewards, mask: [B, T].
         gamma: in [0, 1].
-        ends: [B, T], true where an episode ended at this step, for several episodes in a row.
+        ends: [B, T], true where an episode ended at this step, for several episodes in a row. At a false position it is
+            the end of the last true one before it.
     """
     r, mask = _inputs(rewards, mask, gamma, 1.0, ends=ends)
     if r.numel() == 0:
@@ -274,7 +323,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, end
     if packed is not None:
         r = packed.front(r)
     if ends is not None:
-        coefficient = gamma * _moved(_check.boolean(ends, "ends") & mask, packed).logical_not().to(r.dtype)
+        flags = _check.boolean(ends, "ends")
+        stop = _at(_own(mask, flags), flags) & mask
+        coefficient = gamma * _moved(stop, packed).logical_not().to(r.dtype)
     returns = discounted_scan(r, coefficient)
     return torch.where(mask, returns, 0.0) if packed is None else packed.back(returns)
 
@@ -295,7 +346,8 @@ def reinforce_pp_advantage(
     the batch. Needs the whole batch, so it does not stream.
 
     Args:
-        rewards: [B] per sequence (put on the last true position) or [B, T]. NaN per sequence leaves the sequence out.
+        rewards: [B] per sequence (put on the last true position) or [B, T]. NaN (at a true position) leaves the
+            sequence out; infinite rewards are refused.
         mask: [B, T].
         kl: [B, T] estimate per token (``kl_penalty(..., "k1")``), a constant.
         kl_coefficient: beta.
@@ -309,10 +361,11 @@ def reinforce_pp_advantage(
     if rewards.ndim == 1:
         if rewards.shape[0] != mask.shape[0]:
             raise AlgorithmError(f"rewards has {rewards.shape[0]} entries but mask has {mask.shape[0]} rows")
-        mask = mask & ~rewards.isnan()[:, None]
-        rewards = terminal_reward(torch.nan_to_num(rewards), mask)
+        rewards = terminal_reward(rewards, mask)
+    _check.ndim(2, "[B] or [B, T]", rewards=rewards)
+    _check.same_shape(mask=mask, rewards=rewards, kl=kl)
+    mask = mask & ~(rewards.isnan() & mask).any(1)[:, None]
     if kl is not None:
-        _check.same_shape(mask=mask, kl=kl)
         rewards = rewards - kl_coefficient * torch.where(mask, kl.detach(), 0.0)
     elif kl_coefficient:
         raise AlgorithmError("kl_coefficient needs kl: the estimate per token")
@@ -343,17 +396,23 @@ def turn_gae(
 
     Args:
         rewards, values, mask: [B, T].
-        turns: [B, T] integers, the number of each position's turn, from 0, not falling along a row; read at true
-            positions (``turn_ids(mask)`` makes every stretch a turn).
+        turns: [B, T] integers of at least 0, the number of each position's turn, not falling along a row; read at true
+            positions (``turn_ids(mask)`` makes every stretch a turn). Numbers that are left out are no turns.
     """
     _check.floating(values=values)
     _check.integral(turns=turns)
     r, mask = _inputs(rewards, mask, gamma, lam, values=values, turns=turns)
     if r.numel() == 0 or not bool(mask.any()):
         return torch.zeros_like(r), torch.zeros_like(r)
-    index = torch.where(mask, turns.long(), 0)
-    if int(index.min()) < 0:
+    numbers = torch.where(mask, turns.long(), 0)
+    if int(numbers.min()) < 0:
         raise AlgorithmError("turns holds a negative number at a true position of mask")
+    reached = torch.where(mask, numbers, -1).cummax(1).values
+    if bool((mask & (numbers < reached)).any()):
+        raise AlgorithmError("turns falls along a row: number the turns of a row in the order they were taken")
+    # Counted densely, so that turns numbered across conversations cost no memory.
+    before = torch.nn.functional.pad(reached[:, :-1], (1, 0), value=-1)
+    index = ((mask & (numbers > before)).long().cumsum(1) - 1).clamp(min=0)
     n = int(index.max()) + 1
     held = r.new_zeros(r.shape[0], n).scatter_add_(1, index, mask.to(r.dtype)) > 0
     reward = r.new_zeros(r.shape[0], n).scatter_add_(1, index, r)

@@ -46,7 +46,7 @@ def value_loss(
         LossSum; metrics are sums over tokens: ``value_clipped``, ``value_error`` (e^2), ``tokens``.
     """
     _check.choice("kind", kind, KINDS)
-    _check.positive(clip=clip, huber_delta=huber_delta)
+    _check.positive(huber_delta=huber_delta, **_check.given(clip=clip))
     _check.floating(values=values, returns=returns, old_values=old_values)
     _check.ndim(2, "[B, T]", values=values)
     _check.same_shape(values=values, returns=returns, mask=mask, old_values=old_values)

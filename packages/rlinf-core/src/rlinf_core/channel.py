@@ -206,7 +206,9 @@ class Reader(In[Any]):
         if isinstance(answer, ev.End):
             raise EndOfChannel(_message(self.name, "ended"))
         if isinstance(answer, ev.Poisoned):
-            raise ChannelPoisoned(_message(self.name, answer.cause))
+            poisoned = ChannelPoisoned(_message(self.name, answer.cause))
+            poisoned.by_hub = True
+            raise poisoned
         if isinstance(answer, ev.Empty):
             raise ChannelEmpty(_message(self.name, "nothing to take now"))
         if isinstance(answer, ev.PutRefused):

@@ -47,7 +47,12 @@ class ChannelClosed(ChannelError):
 
 
 class ChannelPoisoned(ChannelError):
-    """A writer of the channel failed; the reader must not take the end for a clean one (their doing)."""
+    """A writer of the channel failed; the reader must not take the end for a clean one (their doing).
+
+    ``by_hub``: the hub said so; the cause is then known and is another task's failure.
+    """
+
+    by_hub: bool = False
 
 
 class EndOfChannel(ChannelError):
@@ -106,3 +111,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def describe(error: BaseException, limit: int = 4000) -> str:
+    """``Type: text`` of an exception, also when its own ``__str__`` raises; cut to ``limit`` characters."""
+    try:
+        text = str(error)
+    except BaseException as fault:
+        text = f"(its __str__ raised {type(fault).__name__})"
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text)} characters)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -34,7 +34,7 @@ from typing import Any
 
 from rlinf_core.board import events as ev
 from rlinf_core.channel import Clock, Endpoint, Reader, Sections, Writer
-from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError
+from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError, describe
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import (
     Acquire,
@@ -184,18 +184,23 @@ class Host(Sections):
                 call = self.client.next_call()
                 if call.kind == "stop":
                     self._run(call, lambda: self.worker.teardown() if self.worker else None)
+                    self._say_goodbye()
                     return "stopped"
                 self._run(call, partial(self._setup if call.kind == "setup" else self._task, call))
         except Cancelled as error:
             if self.worker is not None:
                 self.worker.teardown()
+            self._say_goodbye()
             return str(error)
         finally:
-            with contextlib.suppress(Cancelled):  # the hub may be gone already
-                self.client.send(Goodbye(spec.member))
             fetcher.close()
             server.close()
             self.client.close()
+
+    def _say_goodbye(self) -> None:
+        """Leave in order; the end of a connection without it is a death."""
+        with contextlib.suppress(Cancelled):  # the hub may be gone already
+            self.client.send(Goodbye(self.spec.member))
 
     def _setup(self, call: Call) -> None:
         (parallel,), _ = pickle.loads(call.arguments)
@@ -207,9 +212,11 @@ class Host(Sections):
         context = _Context(self.spec, self)
         context.parallel = parallel
         worker._ctx = context
-        worker.__init__()
-        self.worker = worker
-        worker.setup()
+        # Threads of one process must not import torch or transformers for the first time side by side.
+        with _SETUP_LOCK if self.spec.in_process else contextlib.nullcontext():
+            worker.__init__()
+            self.worker = worker
+            worker.setup()
 
     def _task(self, call: Call) -> Any:
         worker = self.worker
@@ -260,16 +267,12 @@ class Host(Sections):
         ok, error, text, secondary = True, "", "", False
         try:
             value = _pickled(call, body())
-        except Cancelled as cause:
-            ok, error, secondary = False, str(cause), True
-        except ChannelPoisoned as cause:
-            ok, error, secondary, text = False, str(cause), True, _trimmed_traceback()
-        except Exception as cause:
-            ok, error, text = False, f"{type(cause).__name__}: {cause}", _trimmed_traceback()
-        except SystemExit as cause:
-            ok, error, text = False, f"the task called sys.exit({cause.code!r})", _trimmed_traceback()
-        finally:
-            self._release_devices()
+        except BaseException as cause:  # whatever ends a task is named: nothing may end this process in silence
+            ok, text = False, _trimmed_traceback()
+            error = f"the task called sys.exit({cause.code!r})" if isinstance(cause, SystemExit) else describe(cause)
+            stopped = isinstance(cause, Cancelled) and self.client.cancelled is not None
+            secondary = stopped or (isinstance(cause, ChannelPoisoned) and cause.by_hub)
+        self._release_devices()
         end = start + (time.perf_counter() - began)
         aside = self.clock.aside - aside_before
         clock, items = self.clock, self.clock.items - items_before
@@ -325,7 +328,8 @@ class Host(Sections):
         """Leave whatever section a task that failed was in."""
         if self._depth:
             self._depth = 1
-            self.exit_device()
+            with contextlib.suppress(Cancelled):  # the hub is gone, and the devices with it
+                self.exit_device()
 
     def _serve_offload(self) -> None:
         if self._loaded:
@@ -336,10 +340,13 @@ class Host(Sections):
         self.client.send(Offloaded(member=self.spec.member))
 
 
+_SETUP_LOCK = threading.Lock()
+
+
 def _peak_bytes() -> int:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # torch may be half imported by another thread
+    if cuda is not None and cuda.is_available():
+        return int(cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -367,13 +374,29 @@ def _trimmed_traceback() -> str:
     return "".join(traceback.format_exception(kind, error, tb))
 
 
-class _LineForwarder:
+class _Bytes(io.RawIOBase):
+    """What programs find as ``sys.stdout.buffer``."""
+
+    def __init__(self, text: _LineForwarder) -> None:
+        self._text = text
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raw = bytes(data)
+        self._text.write(raw.decode("utf-8", "replace"))
+        return len(raw)
+
+
+class _LineForwarder(io.TextIOBase):
     """A text stream whose whole lines go to the driver, which prints them with the member's name."""
 
     encoding = "utf-8"
     errors = "replace"
 
     def __init__(self, client: HubClient, member: str, stream: str) -> None:
+        self.buffer = _Bytes(self)
         self._client = client
         self._member = member
         self._stream = stream
@@ -384,7 +407,8 @@ class _LineForwarder:
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             if lines and self._client.cancelled is None:
-                self._client.send(Log(self._member, self._stream, "\n".join(lines)))
+                with contextlib.suppress(Cancelled):  # the run is ending: a print is no reason to fail
+                    self._client.send(Log(self._member, self._stream, "\n".join(lines)))
         return len(text)
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlinf_core.cluster import Cluster
+from rlinf_core.errors import describe
 from rlinf_core.host import ActorHost, Host, HostSpec
 
 
@@ -20,7 +21,7 @@ class Launcher(Protocol):
 
     def why_dead(self, member: str, timeout: float) -> str: ...
 
-    def stop(self, timeout: float) -> None: ...
+    def stop(self, timeout: float) -> list[str]: ...
 
 
 def _log_tail(run_dir: str, member: str, lines: int = 15) -> str:
@@ -77,7 +78,7 @@ class RayLauncher:
         except ray.exceptions.RayActorError as error:
             if "creation task" in str(error):
                 return f"its process could not be set up by Ray:\n{error}"
-            cause = "its process was killed (kill -9, out of memory) or crashed"
+            cause = "its process ended without a word (kill -9, out of memory, os._exit, or a crash)"
         except ray.exceptions.RayTaskError as error:
             cause = f"its process failed outside any task:\n{error}"
         return cause + _log_tail(started.spec.run_dir, member)
@@ -86,19 +87,27 @@ class RayLauncher:
         """Members whose main has ended, with the cause (used while they have not yet said hello)."""
         import ray
 
+        if not self._started:
+            return {}
         done, _ = ray.wait([s.main for s in self._started.values()], num_returns=len(self._started), timeout=0)
         return {m: self.why_dead(m, 1.0) for m, s in self._started.items() if s.main in done}
 
-    def stop(self, timeout: float) -> None:
-        """End all processes: those that have been asked to stop get ``timeout`` seconds, then they are killed."""
+    def stop(self, timeout: float) -> list[str]:
+        """End all processes: those that have been asked to stop get ``timeout`` seconds, then they are killed.
+
+        Returns the members that had to be killed.
+        """
         import ray
 
+        late: list[str] = []
         mains = [s.main for s in self._started.values()]
         if mains and timeout > 0:
-            ray.wait(mains, num_returns=len(mains), timeout=timeout)
+            _, running = ray.wait(mains, num_returns=len(mains), timeout=timeout)
+            late = [m for m, s in self._started.items() if s.main in running]
         for started in self._started.values():
             ray.kill(started.actor, no_restart=True)
         self._started.clear()
+        return late
 
 
 class ThreadLauncher:
@@ -112,8 +121,8 @@ class ThreadLauncher:
         def body() -> None:
             try:
                 self._ends[spec.member] = Host(spec).main()
-            except OSError as error:
-                self._ends[spec.member] = f"it could not reach the hub: {error}"
+            except BaseException as error:  # said by poll_dead; a thread's own traceback would reach nobody
+                self._ends[spec.member] = f"its thread ended with {describe(error)}"
 
         thread = threading.Thread(target=body, name=f"rlinf-{spec.member}", daemon=True)
         self._threads[spec.member] = thread
@@ -128,11 +137,13 @@ class ThreadLauncher:
     def poll_dead(self) -> dict[str, str]:
         return {m: self.why_dead(m, 0.0) for m, t in self._threads.items() if not t.is_alive()}
 
-    def stop(self, timeout: float) -> None:
+    def stop(self, timeout: float) -> list[str]:
         deadline = time.monotonic() + timeout
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
+        late = [m for m, thread in self._threads.items() if thread.is_alive()]
         self._threads.clear()
+        return late
 
 
 def make_launcher(cluster: Cluster) -> RayLauncher | ThreadLauncher:

@@ -248,7 +248,7 @@ class LiveStep(Step):
                     task = f"{handle._state.group}.{handle._state.task}()"
                     raise TraceError(f"{task} is reported but returned a {type(value).__name__}, not a dict of numbers")
             for name in dict.fromkeys(n for v in values for n in v):
-                numbers = [float(v[name]) for v in values if name in v]
+                numbers = [_number(handle._state, name, v[name]) for v in values if name in v]
                 merged[name] = sum(numbers) / (len(numbers) if reduce == "mean" else 1)
         return merged
 
@@ -276,6 +276,16 @@ class LiveStep(Step):
         if devices and step > 0:
             timings["device/use"] = min(1.0, busy / (len(devices) * step))
         return timings
+
+
+def _number(state: CallState, name: Any, value: Any) -> float:
+    if isinstance(name, str) and not isinstance(value, str | bytes):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass  # said below
+    kinds = f"{type(name).__name__} {name!r}: {type(value).__name__}"
+    raise TraceError(f"{state.group}.{state.task}() is reported, so it returns numbers by name; it returned {kinds}")
 
 
 _WAITS = {"wait/items_s": "wait", "wait/devices_s": "lock", "time/switch_s": "switch"}
@@ -325,6 +335,8 @@ class LiveFlow(Flow):
         self._traced_groups = groups
         self.listener = listener
         self._next_index: dict[str, int] = {}
+        self._left: list[str] = []
+        self._open: deque[LiveStep] = deque()
 
     def _declare(self, spec: GroupSpec) -> None:
         traced = self._traced_groups.get(spec.name)
@@ -347,13 +359,28 @@ class LiveFlow(Flow):
             self._stack.append(step)
             try:
                 yield step
+            except GeneratorExit:  # the program left the loop: what is open is looked at in finish()
+                if not step._joined:
+                    self._left.append(step.full_name)
+                self._open.extend(open_steps)
+                raise
             finally:
                 self._stack.pop()
             step.join()
         while open_steps:
             open_steps.popleft()._finish()
 
-    def check_carried(self) -> None:
+    def finish(self) -> None:
+        """After the program: steps that are still open end, and what was left behind is an error."""
+        if self._left:
+            raise TraceError(
+                f"the program left step {self._left[0]} before its join(): join a step, then leave the loop"
+            )
+        while self._open:
+            self._open.popleft()._finish()
+        self._check_carried()
+
+    def _check_carried(self) -> None:
         """At the end of the program: samples carried to a step that never came are lost (``AccountError``)."""
         lost = {step: ids for step, ids in self.runtime.carried_on().items() if ids}
         if lost:

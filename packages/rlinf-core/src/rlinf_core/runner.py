@@ -7,13 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rlinf_core.config import Config, load_program
-from rlinf_core.errors import RLinfError
-from rlinf_core.flow import GroupSpec, trace
+from rlinf_core.errors import RLinfError, TraceError
+from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
 from rlinf_core.live import LiveFlow, LiveStep
@@ -69,6 +70,10 @@ class RunListener:
             self._directory.trace.add(state.task, state.group, rank, t.start, max(t.start, t.end), parts)
 
     def record(self, name: str, metrics: Mapping[str, float]) -> None:
+        if not isinstance(metrics, Mapping) or not all(isinstance(v, int | float) for v in metrics.values()):
+            raise TraceError(
+                f"flow.record({name!r}, …) takes numbers by name, such as a step's metrics, not {metrics!r}"
+            )
         self.summary[name] = dict(metrics)
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(_HIDDEN))
         self._progress.note(f"{name}: {shown}")
@@ -82,8 +87,17 @@ class RunListener:
 def prepare(cfg: Config, run_dir: Path) -> tuple[Callable[[Any, Any], Any], FlowGraph, dict[str, GroupSpec]]:
     """The program, its traced graph and its groups."""
     program = load_program(cfg.program)
-    graph, groups = trace(program, cfg, seed=cfg.seed, run_dir=run_dir)
+    graph, groups = trace(partial(_call_program, program), cfg, seed=cfg.seed, run_dir=run_dir)
     return program, graph, groups
+
+
+def _call_program(program: Callable[[Any, Any], Any], flow: Flow, cfg: Config) -> None:
+    try:
+        program(flow, cfg)
+    except SystemExit as error:
+        raise RLinfError(
+            f"the program called sys.exit({error.code!r}): return instead, or raise what is wrong"
+        ) from error
 
 
 def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan, FlatPlan]:
@@ -128,6 +142,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
             progress.note(f"run directory: {directory.path}")
             progress.note("starting Ray" if not cfg.cluster.debug else "debug: all workers are threads of this process")
             with connect(cfg.cluster, f"{recipe}/{directory.path.name}") as cluster:
+                _on_sigterm()  # Ray has installed its own, which prints a native stack
                 plan, flat = plan_for(cfg, graph, cluster.info)
                 directory.write_plan(plan.to_yaml())
                 progress.note(plan.describe())
@@ -165,7 +180,6 @@ def _drive(
     finished = False
     try:
         runtime.start(progress.note)
-        _on_sigterm()  # Ray has installed its own meanwhile
         flow = LiveFlow(
             runtime,
             graph,
@@ -176,8 +190,8 @@ def _drive(
             max_bytes=cfg.channels.max_bytes,
             listener=listener,
         )
-        program(flow, cfg)
-        flow.check_carried()
+        _call_program(program, flow, cfg)
+        flow.finish()
         finished = True
     finally:
         progress.close()
@@ -191,6 +205,8 @@ def _drive(
         except RLinfError:
             if finished:
                 raise  # otherwise the run's own failure is what the user must see
+    if runtime.failure is not None:
+        runtime.check()
     _plot(directory, progress)
 
 

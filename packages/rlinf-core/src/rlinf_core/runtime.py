@@ -24,7 +24,16 @@ from rlinf_core.board import events as ev
 from rlinf_core.channel import Clock, Endpoint, Sections, Writer
 from rlinf_core.cluster import Cluster
 from rlinf_core.devicelock import DeviceLock
-from rlinf_core.errors import Cancelled, ChannelError, ConfigError, RLinfError, WaitTimeout, WorkerError
+from rlinf_core.errors import (
+    Cancelled,
+    ChannelError,
+    ConfigError,
+    PlanError,
+    RLinfError,
+    WaitTimeout,
+    WorkerError,
+    describe,
+)
 from rlinf_core.flow import GroupSpec
 from rlinf_core.host import HostSpec
 from rlinf_core.hub.client import HubClient
@@ -47,6 +56,7 @@ from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
 from rlinf_core.plan import FlatPlan
 from rlinf_core.types import ParallelInfo
 
+DEAD_EVERY_S = 2.0
 STOP_GRACE_S = 5.0
 """How long ranks may take to end in order before they are killed."""
 CAUSE_WAIT_S = 3.0
@@ -71,7 +81,20 @@ class CallState:
         return len(self.results) == len(self.members)
 
     def values(self) -> list[Any]:
-        return [pickle.loads(self.results[m].value) for m in self.members]
+        """What the ranks returned. ``WorkerError`` when one failed, or returned what cannot be read here."""
+        found = []
+        for member in self.members:
+            result = self.results[member]
+            name = f"{member}.{self.task}()"
+            if not result.ok:
+                raise WorkerError(f"{name} failed: {result.error}", member=member, traceback_text=result.traceback_text)
+            try:
+                found.append(pickle.loads(result.value))
+            except Exception as error:  # a class that is only importable in the worker, say
+                raise WorkerError(
+                    f"what {name} returned cannot be read by the driver: {describe(error)}", member=member
+                ) from error
+        return found
 
 
 CODE_LIMIT_BYTES = 50 << 20
@@ -130,6 +153,9 @@ class Runtime:
         self._ids = itertools.count()
         self._client: HubClient | None = None
         self._stopped = False
+        self._waiting = False
+        self._looked = time.monotonic()
+        self._server.core.driver_waits = lambda: self._waiting
 
     # Start
 
@@ -216,6 +242,11 @@ class Runtime:
     def _setup(self, group: GroupSpec) -> CallState:
         members = self.members(group.name)
         collective = group.worker.collective and len(members) > 1
+        if collective and self.cluster.debug:
+            raise PlanError(
+                f"cluster.debug runs everything in one process, in which the {len(members)} ranks of group "
+                f"{group.name!r} cannot compute together: set cluster.virtual_devices=1 (or placement.{group.name}=0)"
+            )
         init_method = f"file://{self.run_dir / f'.rendezvous-{group.name}'}" if collective else ""
         if collective and len({self._hellos[m].host for m in members}) > 1:
             init_method = f"tcp://{self._hellos[members[0]].host}:{self._free_port()}"
@@ -340,8 +371,8 @@ class Runtime:
                 out.close()
             except Cancelled:
                 return  # the run is being stopped and its cause is known
-            except Exception as error:  # the user's iterable may raise anything
-                cause = f"the feed of channel {channel!r} failed: {type(error).__name__}: {error}"
+            except BaseException as error:  # the user's iterable may raise anything
+                cause = f"the feed of channel {channel!r} failed: {describe(error)}"
                 with contextlib.suppress(Cancelled):
                     self.send(ev.PoisonWriter(channel=channel, writer=writer, cause=cause))
                     self.send(Failure(DRIVER, cause, traceback.format_exc()))
@@ -367,23 +398,37 @@ class Runtime:
         """Raise the run's failure, if there is one."""
         if self.failure is not None:
             self._raise_failure()
+        if self._client is not None and self._client.cancelled is not None and not self._stopped:
+            raise RLinfError(f"the run cannot go on: {self._client.cancelled}")
 
     def wait(self, done: Callable[[], bool], timeout: float | None, late: Callable[[], str]) -> None:
         """Wait until ``done()``; raises the run's failure, or ``WaitTimeout`` with the text of ``late()``."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._condition:
-            while not done():
-                if self.failure is not None:
-                    break
-                remaining = None if deadline is None else deadline - time.monotonic()
+        self._waiting = True
+        try:
+            while True:
+                with self._condition:
+                    if done():
+                        break
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if self.failure is None and (remaining is None or remaining > 0):
+                        self._condition.wait(1.0 if remaining is None else min(remaining, 1.0))
+                self.check()
                 if remaining is not None and remaining <= 0:
-                    break
-                self._condition.wait(1.0 if remaining is None else min(remaining, 1.0))
-            finished = done()
+                    raise WaitTimeout(late())
+                self._look_for_dead()
+        finally:
+            self._waiting = False
         self.check()
-        if finished:
-            return
-        raise WaitTimeout(late())
+
+    def _look_for_dead(self) -> None:
+        """Ask Ray now and then which processes have ended: a fork of one may keep its connection to the hub open."""
+        now = time.monotonic()
+        if now - self._looked > DEAD_EVERY_S:
+            self._looked = now
+            for member in self._launcher.poll_dead():
+                if member not in self._dead:
+                    self._server.declare_dead(member)
 
     def report(self) -> str:
         return str(self._server.call(lambda core: core.report()))
@@ -401,7 +446,10 @@ class Runtime:
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Log):
             if self._on_log is not None:
-                self._on_log(message)
+                try:
+                    self._on_log(message)
+                except (OSError, ValueError):  # nobody reads our output any more: workers' lines are no reason to fail
+                    self._on_log = None
             return
         then: Callable[[], None] | None = None
         with self._condition:
@@ -427,7 +475,10 @@ class Runtime:
     # End
 
     def stop(self, *, orderly: bool) -> None:
-        """End all ranks: in order (teardown runs) after success, else told to stop and killed after a grace time."""
+        """End all ranks: in order (teardown runs) after success, else told to stop and killed after a grace time.
+
+        What fails in an orderly end is in ``failure`` afterwards.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -443,7 +494,10 @@ class Runtime:
                 client.send(Goodbye(DRIVER))
             except RLinfError:
                 grace = 0.0  # the hub is gone: nobody can be told
-        self._launcher.stop(grace)
+        late = self._launcher.stop(grace)
+        if late and orderly and self.failure is None:
+            text = f"{', '.join(late)} did not end within {grace:g} s of the end of the run (teardown hangs?)"
+            self.failure = Failure(late[0], text)
         if client is not None:
             client.close()
             self._payloads.close()

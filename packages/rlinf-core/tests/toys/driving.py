@@ -90,8 +90,10 @@ def drive(
                 runtime, graph, groups, seed=0, run_dir=run_dir, max_items=max_items, max_bytes=1 << 30, listener=kept
             )
             program(flow, cfg)
-            flow.check_carried()
+            flow.finish()
             finished = True
         finally:
             runtime.stop(orderly=finished)
+        if runtime.failure is not None:
+            runtime.check()
     return kept

@@ -8,16 +8,19 @@ serve, such as offloading.
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from rlinf_core.errors import Cancelled, WaitTimeout
+from rlinf_core.errors import Cancelled, WaitTimeout, describe
 from rlinf_core.hub import wire
 from rlinf_core.hub.messages import Call, Cancel, Hello, Offload, Release, Stacks
 
@@ -72,6 +75,7 @@ class HubClient:
         self.serve_offload: Callable[[], None] | None = None
         self.serve_side_call: Callable[[Call], None] | None = None
         self.cancelled: str | None = None
+        os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
         self.send(hello)
         self._thread = threading.Thread(target=self._read, name=f"rlinf-control-{self.member}", daemon=True)
         self._thread.start()
@@ -89,7 +93,10 @@ class HubClient:
     def request(self, build: Callable[[tuple[str, int]], Any], what: str) -> Pending:
         """Send the event that ``build(req)`` makes; ``what`` says in words what is waited for."""
         self.check()
-        pending = Pending((self.member, next(self._ids)), what)
+        number = next(self._ids)
+        if threading.current_thread() is not self.engine_thread:
+            number = -number - 1  # the engine thread may be at work meanwhile: the hub does not count this as its wait
+        pending = Pending((self.member, number), what)
         with self._condition:
             self._pending[pending.req] = pending
         self.send(build(pending.req))
@@ -188,9 +195,14 @@ class HubClient:
         reason = "the hub closed the connection"
         try:
             while True:
-                self._dispatch(wire.recv_message(self._socket))
-        except (OSError, EOFError) as error:
-            reason = f"the hub is gone ({error})"
+                try:
+                    message = wire.recv_message(self._socket)
+                except (OSError, EOFError) as error:
+                    reason = f"the hub is gone ({error})"
+                    return
+                self._dispatch(message)
+        except Exception as error:  # a fault in here must end the waits of this process, not leave them hanging
+            reason = f"its control thread failed: {describe(error)}"
         finally:
             with self._condition:
                 if self.cancelled is None:
@@ -250,3 +262,10 @@ class HubClient:
         except OSError:
             pass  # already closed by the hub
         self._socket.close()
+
+
+def _close_in_child(reference: weakref.ref[HubClient]) -> None:
+    """A forked child must not keep the connection open: its end is how the hub sees that this process has died."""
+    client = reference()
+    if client is not None:
+        client._socket.close()

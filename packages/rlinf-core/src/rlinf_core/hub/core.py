@@ -6,7 +6,7 @@ the first failure into the run's cause. ``rlinf_core.hub.server`` gives it socke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
@@ -69,6 +69,8 @@ class HubCore:
         self.lock_replica: dict[str, tuple[str, int]] = {}
         self.members: dict[str, MemberState] = {}
         self.failure: Failure | None = None
+        self.driver_waits: Callable[[], bool] = lambda: True
+        """Whether the program waits for a step (it may be about to feed or call something otherwise)."""
         self._lock_reqs: dict[tuple[str, int], tuple[str, int]] = {}
         self._suspended: dict[tuple[str, int], tuple[str, int]] = {}
         """Waiting request -> (replica, rank) that left its section for the wait."""
@@ -171,7 +173,8 @@ class HubCore:
                 state.waits.pop(cast(tuple[str, int], event.req), None)
             self._suspended.pop(cast(tuple[str, int], event.req), None)
             return self._instructions(self.board.handle(event))
-        if req is not None and state is not None:
+        # A negative number: asked by a thread beside the engine thread, which may be at work meanwhile.
+        if req is not None and state is not None and (req[1] >= 0 or member == DRIVER):
             state.waits[req] = _wait_text(event)
         out = self._instructions(self.board.handle(event))
         if req is not None and state is not None and req in state.waits:
@@ -287,7 +290,7 @@ class HubCore:
         busy = [s for s in self.members.values() if s.calls]
         driver = self.members.get(DRIVER)
         feeding = driver is not None and driver.feeds > len(driver.waits)
-        return bool(busy) and not feeding and all(s.waits for s in busy)
+        return bool(busy) and self.driver_waits() and not feeding and all(s.waits for s in busy)
 
 
 def _wait_text(event: Any) -> str:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from rlinf_core.errors import describe
 from rlinf_core.hub import wire
 from rlinf_core.hub.core import HubCore, Outgoing
 from rlinf_core.hub.messages import DRIVER, Failure, Hello, Stacks
@@ -51,6 +52,17 @@ class HubServer:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
+
+    def declare_dead(self, member: str) -> None:
+        """The member's process has ended although its connection still stands (a fork of it may hold that)."""
+
+        def body() -> None:
+            writer = self._writers.pop(member, None)
+            if writer is not None:
+                writer.close()
+                self._route(self.core.lost(member))
+
+        self._loop.call_soon_threadsafe(body)
 
     def call(self, function: Callable[[HubCore], Any]) -> Any:
         """Run ``function(core)`` on the hub's thread and return its value."""
@@ -96,7 +108,14 @@ class HubServer:
             self._writers[member] = writer
             self._route(self.core.handle(member, hello))
             while True:
-                message = await wire.read_message(reader)
+                try:
+                    message = await wire.read_message(reader)
+                except (OSError, EOFError, TimeoutError):
+                    raise
+                except Exception as error:  # what was sent (a key, say) cannot be unpickled here
+                    cause = f"{member} sent what cannot be read by the driver: {describe(error)}"
+                    self._route(self.core.fail(Failure(member, cause, traceback.format_exc())))
+                    return
                 self._last_message = time.monotonic()
                 self._decide(member, message)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError):

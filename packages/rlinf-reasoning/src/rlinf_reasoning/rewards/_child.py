@@ -3,7 +3,7 @@
 It must end with its parent even when the function never returns to Python (a huge integer power holds the
 interpreter lock, so no thread runs). Hence the operating system does it: the socket to the parent is put in
 asynchronous mode, and the signal of the peer's end (SIGIO, whose default action is to terminate) needs no
-cooperation. A parent-death signal would not do: it follows the *thread* that started the process.
+cooperation. It goes to the process group, hence also to what the function has forked. A parent-death signal would not do: it follows the *thread* that started the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def end_with_parent(lifeline: socket.socket) -> None:
     """Terminate this process when the other end of ``lifeline`` is closed, whatever the process is doing."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     descriptor = lifeline.fileno()
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline], [], [], 0)[0]:  # it closed before the flag was set: no signal will come
         os._exit(0)
@@ -45,23 +45,46 @@ def resolve(target: str) -> Any:
     return found
 
 
+def safe_text(value: Any, convert: Any = str, limit: int = 2000) -> str:
+    """``convert(value)``, cut, whatever the value's own method does."""
+    try:
+        text = str(convert(value))
+    except BaseException as error:
+        return f"(its text cannot be made: {type(error).__name__})"
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def describe(error: BaseException) -> str:
+    """What was raised, and where."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {safe_text(error)}".rstrip(": ")
+    return f"raised {text} ({os.path.basename(where.filename)}:{where.lineno})"
+
+
 def score(function: Any, item: tuple[str, str, dict[str, Any]]) -> tuple[float | None, str]:
-    """Call the function; a raise or a value that is not a finite number becomes (None, reason)."""
+    """Call the function; a raise or a value that is not a finite number becomes (None, reason).
+
+    Nothing that it raises ends the process: not ``SystemExit``, and not a fault of the value's own methods.
+    """
     try:
         value = function(*item)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return None, f"raised {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+    except BaseException as error:
+        return None, describe(error)
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return None, f"returned a {type(value).__name__}, not a number: {value!r:.200}"
+        return None, f"returned a {type(value).__name__}, not a number: {safe_text(value, repr, 200)}"
+    except BaseException as error:
+        return None, f"returned a {type(value).__name__} whose conversion to a number {describe(error)}"
     return (number, "") if math.isfinite(number) else (None, f"returned {number}, not a finite number")
 
 
 def main(work_fd: int, lifeline_fd: int) -> None:
     from multiprocessing.connection import Connection
 
+    own = os.getpid()
+    for fd in (work_fd, lifeline_fd):
+        os.set_inheritable(fd, False)
     lifeline = socket.socket(fileno=lifeline_fd)
     end_with_parent(lifeline)
     os.dup2(2, 1)  # what the function prints must not look like results
@@ -80,7 +103,10 @@ def main(work_fd: int, lifeline_fd: int) -> None:
             return
         connection.send(("ready", ""))
         while True:
-            connection.send(score(function, connection.recv()))
+            result = score(function, connection.recv())
+            if os.getpid() != own:  # the function has forked, and the fork came back: the answer is not its to give
+                os._exit(0)
+            connection.send(result)
 
 
 if __name__ == "__main__":

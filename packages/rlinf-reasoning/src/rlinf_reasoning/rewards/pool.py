@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from typing import Any
 from rlinf_core.errors import ConfigError, RLinfError
 
 CHILD = Path(__file__).with_name("_child.py")
+MARK = "RLINF_REWARD_PROCESS"
+"""Environment variable by which everything that a process of the pool has started is found again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class _Process:
     def __init__(self, target: str, memory_mb: int) -> None:
         ours, theirs = socket.socketpair()
         self.lifeline, lifeline = socket.socketpair()
+        self._mark = uuid.uuid4().hex
         try:
             fds = (theirs.fileno(), lifeline.fileno())
             self.process = subprocess.Popen(
@@ -55,27 +59,42 @@ class _Process:
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the caller's to handle; and the kill reaches its children
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark},
             )
         finally:
             theirs.close()
             lifeline.close()
+        # Tells of the end of the process itself, where the connection would also wait for what it has forked.
+        self.exit_fd = os.pidfd_open(self.process.pid)
         self.connection: Connection[Any, Any] = Connection(ours.detach())
         self.connection.send((target, sys.path, memory_mb << 20))
         self.ready = False
+        self.mute = False
+        """Its end of the connection is closed: only its exit can be waited for."""
         self.item: int | None = None
         self.deadline = 0.0
 
+    def exited(self) -> bool:
+        """Whether it has ended. It is not reaped, so that its id, and its group's, cannot mean another one yet."""
+        if self.process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def end(self) -> None:
-        """Kill the process and what it started, and reap it."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+        """Kill the process and what it has started, and reap it. May be called twice."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            rounds = 0
+            while _kill_marked(self._mark) and rounds < 10:  # again: one may have forked meanwhile
+                rounds += 1
+            self.process.wait()
+            os.close(self.exit_fd)
         self.connection.close()
         self.lifeline.close()
 
     def exit_text(self) -> str:
+        """How it ended, once ``end`` has reaped it."""
         code = self.process.wait()
         if code >= 0:
             return f"exited with code {code}"
@@ -83,6 +102,25 @@ class _Process:
             return f"was killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"was killed by signal {-code}"
+
+
+def _kill_marked(mark: str) -> int:
+    """Kill all processes that carry the mark, also those in sessions of their own; how many there were."""
+    wanted = f"{MARK}={mark}".encode()
+    killed = 0
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        # The descriptor is opened before the check: the id cannot pass to another process in between.
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(int(entry))
+            try:
+                if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                    killed += 1
+            finally:
+                os.close(fd)
+    return killed
 
 
 class RewardPool:
@@ -96,8 +134,9 @@ class RewardPool:
         memory_mb: address-space limit of one process, 0 for none.
         start_timeout_s: limit for importing the function.
 
-    Processes start with the first ``score`` (or ``start``). ``close`` leaves none; neither does the death of
-    the caller, however it dies.
+    Processes start with the first ``score`` (or ``start``). ``close`` leaves none, nor what they have started,
+    not even in a session of its own. The death of the caller, however it dies, ends them and what they have
+    started in their process group; a daemon that a function has put into another session outlives it then.
     """
 
     def __init__(
@@ -154,8 +193,12 @@ class RewardPool:
             queue = deque(range(len(items)))
             scores: dict[int, Score] = {}
             while len(scores) < len(items):
-                for process in self._processes:
-                    if process.ready and process.item is None and queue:
+                for place, process in enumerate(self._processes):
+                    if not process.ready or process.item is not None or not queue:
+                        continue
+                    if process.exited():  # after its last answer: not the next item's fault
+                        self._replace(place)
+                    else:
                         self._assign(process, queue, items)
                 self._wait(self._processes, queue, scores)
             return [scores[i] for i in range(len(items))]
@@ -172,12 +215,15 @@ class RewardPool:
         if self._closed:
             raise RLinfError("the reward pool is closed")
         for place, process in enumerate(self._processes):
-            if process.process.poll() is not None:  # killed from outside between two calls: no item's fault
-                process.end()
-                self._processes[place] = self._new()
-                self.replaced += 1
+            if process.exited():  # killed from outside between two calls: no item's fault
+                self._replace(place)
         while len(self._processes) < self._count:
             self._processes.append(self._new())
+
+    def _replace(self, place: int) -> None:
+        self._processes[place].end()
+        self._processes[place] = self._new()
+        self.replaced += 1
 
     def _new(self) -> _Process:
         process = _Process(self.target, self._memory_mb)
@@ -197,36 +243,47 @@ class RewardPool:
         """Wait for the next answer, end or deadline among ``processes`` and deal with it."""
         busy = [p for p in processes if p.item is not None or not p.ready]
         left = min(p.deadline for p in busy) - time.monotonic()
-        by_connection = {p.connection: p for p in busy}
-        for connection in wait(list(by_connection), timeout=max(0.0, left)):
-            process = by_connection[connection]  # type: ignore[index]
-            try:
-                answer = process.connection.recv()
-            except (EOFError, ConnectionResetError):
-                self._lost(process, f"its process {process.exit_text()}", scores)
-                continue
-            if process.ready:
-                assert process.item is not None
-                scores[process.item] = Score(*answer)
-                process.item = None
-            elif answer[0] == "ready":
-                process.ready = True
-            else:
-                self._fail(f"reward function {self.target!r} cannot be loaded:\n{answer[1].rstrip()}")
+        handles: list[Any] = [p.exit_fd for p in busy]
+        handles += [p.connection for p in busy if not p.mute]
+        found = set(wait(handles, timeout=max(0.0, left)))
+        for process in busy:
+            if process.connection in found:
+                self._hear(process, scores)
+        for process in busy:
+            waiting = process.item is not None or not process.ready
+            if process.exit_fd in found and waiting and process in self._processes:
+                self._lost(process, "", scores)
         now = time.monotonic()
         for process in busy:
             waited_for = process in self._processes and (process.item is not None or not process.ready)
             if waited_for and now >= process.deadline:
                 self._lost(process, f"took longer than {self.timeout_s:g} s (reward.timeout_s)", scores)
 
+    def _hear(self, process: _Process, scores: dict[int, Score]) -> None:
+        """Take one message of a process."""
+        try:
+            answer = process.connection.recv()
+        except (EOFError, OSError):
+            process.mute = True
+            return
+        if process.ready:
+            assert process.item is not None
+            scores[process.item] = Score(*answer)
+            process.item = None
+        elif answer[0] == "ready":
+            process.ready = True
+        else:
+            self._fail(f"reward function {self.target!r} cannot be loaded:\n{answer[1].rstrip()}")
+
     def _lost(self, process: _Process, reason: str, scores: dict[int, Score]) -> None:
+        """Deal with a process that has ended (no ``reason``) or must end."""
         process.end()
+        reason = reason or f"its process {process.exit_text()}"
         if not process.ready:
             self._fail(f"a process for reward function {self.target!r} did not get ready: {reason}")
         assert process.item is not None
         scores[process.item] = Score(None, reason)
-        self._processes[self._processes.index(process)] = self._new()
-        self.replaced += 1
+        self._replace(self._processes.index(process))
 
     def _fail(self, message: str) -> None:
         for process in self._processes:

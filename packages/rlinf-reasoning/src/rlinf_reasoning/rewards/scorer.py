@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlinf_core.registry import Registry
+from rlinf_reasoning.rewards._child import describe
 from rlinf_reasoning.rewards.pool import RewardItem, RewardPool, Score
 
 
@@ -53,5 +54,5 @@ class Scorer:
         try:
             value = float(self._function(item.text, item.answer, item.fields))
         except Exception as error:  # a plugin's fault becomes the item's, as in the pool
-            return Score(None, f"raised {type(error).__name__}: {error}")
+            return Score(None, describe(error))
         return Score(value) if math.isfinite(value) else Score(None, f"returned {value}, not a finite number")
