@@ -14,6 +14,7 @@ from rlinf_algos import (
     discounted_scan,
     gae,
     reinforce_pp_advantage,
+    terminal_reward,
     turn_gae,
     turn_ids,
     whiten,
@@ -26,14 +27,18 @@ def gae_loop(rewards, values, mask, gamma, lam, terminated=None, truncated=None,
     advantages = torch.zeros(rows, length, dtype=torch.float64)
     for b in range(rows):
         after, running = (0.0 if last is None else float(last[b])), 0.0
+        until = length
         for t in reversed(range(length)):
             if not mask[b, t]:
                 continue
             v_next = after
-            if truncated is not None and truncated[b, t]:
-                v_next, running = float(final[b, t]), 0.0
-            if terminated is not None and terminated[b, t]:
-                v_next, running = 0.0, 0.0
+            for e in range(t, until):  # the action's own end, or the first one before the next action
+                cut = truncated is not None and truncated[b, e]
+                stop = terminated is not None and terminated[b, e]
+                if cut or stop:
+                    v_next, running = (0.0 if stop else float(final[b, e])), 0.0
+                    break
+            until = t
             delta = float(rewards[b, t]) + gamma * v_next - float(values[b, t])
             running = delta + gamma * lam * running
             advantages[b, t] = running
@@ -76,7 +81,7 @@ def test_gae_with_episode_ends_is_the_loop(rollout, gamma, lam):
     final = torch.randn(shape, generator=generator, dtype=torch.float64)
     last = torch.randn(shape[0], generator=generator, dtype=torch.float64)
     expected = gae_loop(rewards, values, mask, gamma, lam, terminated, truncated, final, last)
-    final = torch.where(truncated & mask, final, torch.nan)  # read there alone
+    final = torch.where(truncated, final, torch.nan)  # read there alone
     got = gae(
         rewards,
         values,
@@ -207,6 +212,53 @@ def test_last_values_are_not_read_after_an_end():
     assert advantages.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
+def test_an_end_in_a_gap_is_that_of_the_action_before_it():
+    """The tool's answer, or the reset, ends the episode: nothing of the next one reaches back over it."""
+    rewards, values = torch.tensor([[1.0, 0.0, 5.0]]), torch.tensor([[0.0, 0.0, 100.0]])
+    mask, end = torch.tensor([[1, 0, 1]]), torch.tensor([[0, 1, 0]])
+    advantages, returns = gae(rewards, values, mask, terminated=end, gamma=1.0, lam=1.0)
+    assert advantages.tolist() == [[1.0, 0.0, -95.0]]
+    assert returns.tolist() == [[1.0, 0.0, 5.0]]
+    assert discounted_returns(rewards, mask, ends=end).tolist() == [[1.0, 0.0, 5.0]]
+    final = torch.tensor([[math.nan, 7.0, math.nan]])
+    cut, _ = gae(rewards, values, mask, truncated=end, final_values=final, gamma=1.0, lam=1.0)
+    assert cut.tolist() == [[8.0, 0.0, -95.0]]
+
+
+def test_of_several_ends_after_an_action_the_first_counts():
+    rewards, values = torch.tensor([[0.0, 1.0, 0.0, 0.0, 5.0, 0.0]]), torch.zeros(1, 6)
+    mask = torch.tensor([[0, 1, 0, 0, 1, 0]])
+    cut, stop = torch.tensor([[1, 0, 1, 0, 0, 0]]), torch.tensor([[1, 0, 0, 1, 0, 1]])
+    final = torch.tensor([[math.nan, math.nan, 7.0, math.nan, math.nan, math.nan]])
+    last = torch.tensor([9.0])  # not read: the row ended in its padding
+    got, _ = gae(
+        rewards, values, mask, truncated=cut, terminated=stop, final_values=final, last_values=last, gamma=1.0, lam=1.0
+    )
+    assert got.tolist() == [[0.0, 8.0, 0.0, 0.0, 5.0, 0.0]]
+
+
+def test_the_scan_is_computed_without_gradients():
+    x = torch.ones(1, 4, requires_grad=True)
+    for coefficient in (0.5, torch.full((1, 4), 0.5)):
+        got = discounted_scan(x, coefficient)
+        assert not got.requires_grad
+        assert got.tolist() == [[1.875, 1.75, 1.5, 1.0]]
+
+
+def test_turns_numbered_across_conversations_cost_no_memory():
+    rewards, values = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    far, _ = turn_gae(rewards, values, mask, torch.tensor([[5, 10**12]]), gamma=1.0, lam=1.0)
+    assert far.tolist() == [[3.0, 2.0]]
+
+
+def test_reinforce_pp_leaves_out_rows_with_a_missing_reward():
+    mask = torch.ones(3, 2, dtype=torch.long)
+    rewards = torch.tensor([[0.0, 1.0], [math.nan, 1.0], [0.0, 0.0]])
+    got = reinforce_pp_advantage(rewards, mask)
+    assert got.tolist() == [[1.0, 1.0], [0.0, 0.0], [-1.0, -1.0]]
+
+
 def test_no_gradient_is_recorded():
     values = torch.zeros(1, 3, requires_grad=True)
     advantages, returns = gae(torch.ones(1, 3), values, torch.ones(1, 3, dtype=torch.bool))
@@ -296,6 +348,17 @@ X, M = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
         (lambda: turn_gae(X, X, M, -M.long()), "negative"),
         (lambda: chunk_rewards(X, M), "shape"),
         (lambda: discounted_scan(X, X[:, :2]), "coefficient has shape"),
+        (lambda: discounted_scan(X, math.nan), "coefficient must be finite"),
+        (lambda: discounted_scan(X, "0.9"), "coefficient must be a number"),
+        (lambda: turn_gae(X, X, M, torch.tensor([[0, 1, 0]] * 2)), "turns falls along a row"),
+        (lambda: reinforce_pp_advantage(X[:, :1], M, kl=X), "rewards has shape"),
+        (lambda: reinforce_pp_advantage(X[:, :1], M, kl=X, kl_coefficient=0.1), "rewards has shape"),
+        (lambda: reinforce_pp_advantage(torch.tensor([math.inf, 0.0]), M), "rewards holds NaN or an infinite"),
+        (lambda: gae(X + math.inf, X, M), "rewards holds NaN or an infinite"),
+        (lambda: gae(terminal_reward(torch.tensor([1.0, math.nan]), M), X, M), "Leave the rows"),
+        (lambda: discounted_returns(X + math.nan, M), "rewards holds NaN or an infinite"),
+        (lambda: turn_gae(X + math.nan, X, M, M.long()), "rewards holds NaN or an infinite"),
+        (lambda: gae(X, X, M, last_values=[0.0, 0.0]), "last_values must be a tensor"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(call, message):

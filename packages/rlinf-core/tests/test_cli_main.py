@@ -16,7 +16,7 @@ from rlinf_core import registry
 from rlinf_core.cli.main import main
 from rlinf_core.config import Config, sources
 from rlinf_core.errors import ConfigError, MissingExtraError, RunDirectoryError, WorkerError
-from rlinf_core.registry import Entry
+from rlinf_core.registry import Entry, installed_entries
 
 CONF = """
 from dataclasses import dataclass, field
@@ -46,6 +46,7 @@ def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[En
         Entry("rlinf.commands", "constant", "cli_commands:not_callable", "dist-cli", "1.0"),
         Entry("rlinf.commands", "broken", "cli_broken:command", "dist-broken", "1.0"),
     ]
+    found += [e for e in installed_entries() if e.group == "rlinf.loggers"]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "installed_entries", lambda: tuple(found))
     monkeypatch.setattr(sources, "installed_entries", lambda: tuple(found))
@@ -188,6 +189,43 @@ def test_a_failed_run_ends_with_one_clear_error(
     err = capsys.readouterr().err
     assert err.endswith(f"{last}\n") and above in err and err.count("rlinf: error:") == 1
     assert bool(above) or err == f"{last}\n"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ZeroDivisionError])
+def test_an_endless_message_is_cut_in_the_last_line(
+    entries: list[Entry], runner: types.ModuleType, capsys: pytest.CaptureFixture[str], kind: type[Exception]
+) -> None:
+    def run(cfg: Config, recipe: str) -> int:
+        raise kind("begin " + "x" * 1_000_000 + " end")
+
+    runner.run = run  # type: ignore[attr-defined]
+    main(["run", "toys/count"])
+    err = capsys.readouterr().err.rstrip("\n")
+    last = err.splitlines()[-1]
+    assert last.startswith("rlinf: error: ") and "begin xxx" in last and last.endswith("xxx end")
+    assert len(last) < 4200 and "characters left out" in last
+    assert ("x" * 1_000_000 in err) == (kind is ZeroDivisionError)  # a traceback stays whole
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", ">&- <&-", "2>&-", ">&- 2>&- <&-"])
+def test_closed_standard_streams(closed: str) -> None:
+    code = """
+import os, sys
+from rlinf_core.cli import main as cli
+def command(argv):
+    print("hello")
+    sys.stdin.read()
+    report = [os.readlink(f"/proc/self/fd/{n}") for n in range(3)]
+    raise cli.ConfigError(f"the end {report}")
+cli.BUILT_IN["probe"] = (command, "")
+sys.exit(cli.main(["probe"]))
+"""
+    words = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    if "2>&-" not in closed:
+        assert done.stderr.startswith("rlinf: error: the end [") and done.stderr.count("\n") == 1
+        assert done.stderr.count("/dev/null") == (2 if ">&-" in closed else 1)
 
 
 def test_a_run_directory_is_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ class Stop:
 @dataclass
 class Data:
     path: str = "???"
+    limit: float = field(default=float("inf"), metadata={"allow_inf": True})
     size: int = field(default=8, metadata={"min": 1, "max": 100, "help": "problems"})
 
 @dataclass
@@ -132,7 +134,7 @@ def test_a_recipe_has_the_keys_of_core_its_own_and_its_groups(toys: None) -> Non
     cfg = compose("toys/count", [])
     assert cfg.program == "toy_programs:count" and cfg.num_steps == 3 and cfg.seed == 0
     assert cfg.cluster.virtual_devices == 2 and cfg.loggers == ["jsonl", "tensorboard"]
-    assert cfg.data.to_dict() == {"path": "here", "size": 8}
+    assert cfg.data.to_dict() == {"path": "here", "limit": math.inf, "size": 8}
     assert cfg.rollout.to_dict() == {"name": "fast", "slots": 5}
     assert cfg.weights.to_dict() == {"a": 1.0} and cfg.stop is None
 
@@ -147,6 +149,7 @@ def test_overrides_are_typed_as_in_the_schema(toys: None) -> None:
     assert cfg.placement.a == "0,2" and cfg.run_dir == "7"
     assert compose("toys/count", ["~weights.a", "portion=null", "data={size: 9}"]).data.to_dict() == {
         "path": "here",
+        "limit": math.inf,
         "size": 9,
     }
     assert compose("toys/count", ["seed=3", "batch=${seed}", "group_size=1"]).batch == 3
@@ -178,7 +181,7 @@ def test_a_recipe_without_a_dataclass_keeps_its_keys_untyped(toys: None) -> None
     ("overrides", "parts"),
     [
         (["num_stepz=3"], ["'num_stepz'", "did you mean 'num_steps'", "group_size", "--keys"]),
-        (["data.sise=3"], ["'data.sise'", "did you mean 'data.size'", "path, size"]),
+        (["data.sise=3"], ["'data.sise'", "did you mean 'data.size'", "path, limit, size"]),
         (["patience=3"], ["did you mean 'stop.patience'"]),
         (["data={sise: 3}"], ["data.sise", "did you mean 'size'"]),
         (["+extra=3"], ["'extra'"]),
@@ -190,11 +193,25 @@ def test_a_recipe_without_a_dataclass_keeps_its_keys_untyped(toys: None) -> None
         (["layers=[1,x]"], ["layers=[1, 'x']", "a list of integers"]),
         (["weights.a=heavy"], ["weights.a=heavy", "a number"]),
         (["plan={a: 1}"], ["plan=", "expected text", "a mapping"]),
-        (["data=3"], ["data=3", "a group of keys (path, size)"]),
+        (["data=3"], ["data=3", "a group of keys (path, limit, size)"]),
         (["data.size=0"], ["data.size=0: must be at least 1"]),
         (["data.size=101"], ["must be at most 100"]),
         (["rollout=slow", "rollout.mode=strickt"], ["rollout.mode=strickt", "kind, strict", "did you mean 'strict'"]),
         (["rollout=slow", "rollout.mode=strict"], ["strict needs num_steps=1"]),
+        (["rollout=slow", "rollout.patience_s=inf"], ["rollout.patience_s=inf: must be a finite number"]),
+        (["rollout=slow", "rollout.patience_s=-inf"], ["rollout.patience_s=-inf: must be a finite number"]),
+        (["weights.a=nan"], ["weights.a=nan: must be a finite number"]),
+        (["cluster.launch_timeout_s=nan"], ["cluster.launch_timeout_s=nan: must be a finite number"]),
+        (["data.limit=nan"], ["data.limit=nan: must be a finite number"]),
+        (["loggers=[jsonl,jsonl]"], ["loggers: 'jsonl' is there twice"]),
+        (["loggers=[jsnl]"], ["loggers: ", "'jsnl'", "did you mean 'jsonl'"]),
+        (["plan=auto", "scheduler=none_such"], ["scheduler: ", "'none_such'"]),
+        (["plan=temporl"], ["plan: 'temporl' is not a mode (did you mean 'temporal'?)"]),
+        (["plan=hybird"], ["plan: 'hybird' is not a mode (did you mean 'hybrid'?)"]),
+        (["plan=./none.yaml"], ["plan: there is no file './none.yaml'"]),
+        (["plan=/"], ["plan: '/' is a directory"]),
+        (["placement.actor=0-"], ["placement.actor: '0-' has '0-', where '0-' is not devices"]),
+        (["placement.actor='0:0-99999'"], ["placement.actor: '0:0-99999'", "at most 64"]),
         (["batch=9"], ["batch: 9 is not a multiple of group_size=4"]),
         (["batch"], ["'batch'", "write key=value"]),
         (["layers=[1"], ["'layers=[1'", "cannot be parsed"]),
@@ -209,6 +226,22 @@ def test_faults_of_overrides_name_the_key(toys: None, overrides: list[str], part
     text = fault("toys/count", *overrides)
     for part in parts:
         assert part in text, text
+
+
+def test_a_message_comes_once_where_recipe_and_core_declare_a_key(install: Install) -> None:
+    both = """
+from dataclasses import dataclass, field
+@dataclass
+class Both:
+    num_steps: int = field(default=2, metadata={"min": 1})
+SCHEMAS = {"toys/both": Both}
+"""
+    install("both_conf", both, {"toys/both.yaml": "program: a:b\n"})
+    assert fault("toys/both", "num_steps=-1") == "num_steps=-1: must be at least 1"
+
+
+def test_untyped_numbers_are_finite_too(toys: None) -> None:
+    assert fault("toys/untyped", "anything.goes=inf") == "anything.goes=inf: must be a finite number"
 
 
 @pytest.mark.parametrize(

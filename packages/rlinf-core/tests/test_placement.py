@@ -12,6 +12,7 @@ from rlinf_core.placement import (
     DeviceInfo,
     NodeInfo,
     Placement,
+    check_syntax,
     format_placement,
     parse_placement,
 )
@@ -64,12 +65,16 @@ def test_forms(text: str, processes: tuple[tuple[int, ...], ...]) -> None:
         ("0-1:0:1", "is not devices, devices:processes or label:devices:processes"),
         ("0-2:0-1", "3 devices and 2 processes do not divide evenly"),
         ("0:0,1:0", "names process 0 twice (again in '1:0')"),
-        ("0:0,1:2", "leaves a gap: processes [0, 2] are named but not 1"),
+        ("0:0,1:2", "leaves a gap: processes 0, 2 are named but not 1"),
         ("0:1", "leaves a gap: processes 1 are named but not 0"),
         ("2-5:0", "process 0 devices 2, 3, 4, 5, which are on nodes n0 and n1"),
         ("gpu_c:0", "node label 'gpu_c', which no node with devices has (did you mean"),
         ("gpu_a:4", "names device 4 of the nodes labelled 'gpu_a', but there are 4 (ids 0-3)"),
         ("0-9999999", "is too long"),
+        ("0:0-99999", "has '0:0-99999', which puts 100000 processes on each device; at most 64 may share one"),
+        ("0-1:0-129", "puts 65 processes on each device"),
+        ("0:999999", "are named but not 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …;"),
+        ("9" * 5000, "is not devices"),
     ],
 )
 def test_faults(text: str, fault: str) -> None:
@@ -77,6 +82,20 @@ def test_faults(text: str, fault: str) -> None:
         parse_placement(text, EIGHT, where="placement.actor")
     assert str(caught.value).startswith(f"placement.actor: {text!r} ")
     assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,,1", "0:x", "0-1:0:1", "3-1", "0-2:0-1", "gpu_a:0:0-99", "0:0-99999"])
+def test_the_grammar_is_checked_without_a_cluster(text: str) -> None:
+    with pytest.raises(PlacementError) as caught:
+        check_syntax(text, where="placement.actor")
+    with pytest.raises(PlacementError) as known:
+        parse_placement(text, EIGHT, where="placement.actor")
+    assert str(caught.value) == str(known.value)
+
+
+@pytest.mark.parametrize("text", ["0-99", "all", "all:0-3", "gpu_z:0-3:0-1", "0-3,5:4-67", "7"])
+def test_what_only_a_cluster_can_refuse_passes_the_grammar(text: str) -> None:
+    check_syntax(text)
 
 
 def test_labels_are_listed_in_a_miss() -> None:

@@ -24,6 +24,7 @@ from rlinf_core.plan import (
     Pipe,
     Plan,
     Share,
+    check_spec,
     flatten,
     leaves,
     make_plan,
@@ -327,12 +328,47 @@ class TestBadRequests:
             ("", "plan: '' is not a mode"),
             ("plans/none.yaml", "plan: there is no file 'plans/none.yaml'"),
             ("none.yml", "plan: there is no file 'none.yml'"),
+            ("hybird", "plan: 'hybird' is not a mode (did you mean 'hybrid'?)"),
+            ("x" * 5000, "is not a mode"),
+            ("/", "plan: '/' is a directory; give the path of a plan's YAML file"),
+            ("/dev/null", "plan: '/dev/null' is not a regular file"),
         ],
     )
     def test_spec(self, spec: str, fault: str) -> None:
         with pytest.raises(PlanError) as caught:
             make_plan(spec, GRPO, TWO)
         assert fault in str(caught.value)
+        with pytest.raises(PlanError) as early:
+            check_spec(spec)
+        assert str(early.value) == str(caught.value)
+
+    def test_what_can_be_a_plan_before_the_flow_is_known(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.yaml"
+        path.write_text("{name: mine, tree: null}")
+        assert check_spec("temporal") is None and check_spec("spatial") is None
+        assert check_spec(str(path)) == Plan("mine", None)
+
+    @pytest.mark.parametrize(
+        ("text", "fault"),
+        [
+            ("tree: &a {share: {first: *a, then: *a}}", "first: a YAML alias puts a node there that is in the tree"),
+            (
+                "tree: {share: {first: &a {leaf: {stage: gen, devices: '0'}}, then: *a}}",
+                "tree.share.then: a YAML alias puts a node there",
+            ),
+            ("tree: " + "{share: {then: 0, first: " * 60 + "0" + "}}" * 60, "the tree is more than 50 deep"),
+            ("tree: " + "{share: {then: 0, first: " * 1500 + "0" + "}}" * 1500, "nested too deep to be read"),
+            ('{"tree": ' + "[" * 100000, "nested too deep to be read"),
+            ("name: 2020-13-45", "not valid YAML: month must be in 1..12"),
+        ],
+    )
+    def test_trees_without_end(self, tmp_path: Path, text: str, fault: str) -> None:
+        path = tmp_path / "plan.yaml"
+        path.write_text(text)
+        with pytest.raises(PlanError) as caught:
+            make_plan(str(path), GRPO, TWO)
+        assert str(caught.value).startswith(f"plan {path}") and fault in str(caught.value)
+        assert len(str(caught.value)) < 500
 
     def test_a_file_that_is_no_text(self, tmp_path: Path) -> None:
         path = tmp_path / "plan.yaml"
@@ -366,12 +402,17 @@ class TestPlacementOfTheConfig:
             ({"actor": "0,0"}, "placement.actor: '0,0' names device 0 twice"),
             ({"reward": "0-1"}, "placement.reward: '0-1': 'reward' runs on the CPU"),
             ({"reward": "0"}, "placement.reward: '0': 'reward' runs on the CPU"),
+            ({"reward": "9" * 5000}, "'reward' runs on the CPU and has no devices; give its number of ranks"),
         ],
     )
     def test_faults(self, placement: dict[str, str], fault: str) -> None:
         with pytest.raises(PlacementError) as caught:
             make_plan("temporal", GRPO, TWO, placement=placement)
         assert fault in str(caught.value)
+
+    def test_ranks_beyond_reason(self) -> None:
+        with pytest.raises(PlanError, match="cpu.reward: 99999 ranks are more than 1024 processes on each"):
+            make_plan("temporal", GRPO, TWO, placement={"reward": "99999"})
 
     def test_the_plan_is_checked_again(self) -> None:
         with pytest.raises(PlanError, match="'gen' and 'actor' run at the same time but both are placed on device 0"):

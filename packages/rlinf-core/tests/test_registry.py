@@ -135,3 +135,13 @@ def test_installed_metadata_is_read() -> None:
     loggers = [entry.name for entry in installed_entries() if entry.group == "rlinf.loggers"]
     assert {"jsonl", "tensorboard"} <= set(loggers)
     assert Registry("rlinf.loggers").load("jsonl").__name__ == "JsonlLogger"
+
+
+def test_a_name_is_checked_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlinf_core import registry
+
+    found = (Entry("rlinf.rewards", "shiny", "no_such_module:f", "dist-own", "2.0"),)
+    monkeypatch.setattr(registry, "installed_entries", lambda: found)
+    assert registry.check_name("rlinf.rewards", "shiny", "reward.name") == []
+    (problem,) = registry.check_name("rlinf.rewards", "shiney", "reward.name")
+    assert problem.startswith("reward.name: ") and "did you mean 'shiny'" in problem

@@ -65,6 +65,7 @@ def test_tiny_sizes_that_do_not_go_together(keys: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"name": "tork"}, "trainer.name: no trainer 'tork' is installed (did you mean 'torch'?)"),
         ({"betas": [0.9]}, "trainer.betas"),
         ({"betas": [0.9, 1.0]}, "trainer.betas"),
         ({"schedule": "cosine"}, "trainer.schedule_steps: 0 leaves no step"),
@@ -74,6 +75,12 @@ def test_tiny_sizes_that_do_not_go_together(keys: dict[str, Any], message: str) 
 def test_trainer_values_that_cannot_be(keys: dict[str, Any], message: str) -> None:
     (problem,) = conf.TorchTrainer(**keys).validate(root(conf.Model()))
     assert problem.startswith(message)
+
+
+@pytest.mark.parametrize("schema", [conf.TransformersRollout, conf.VllmRollout])
+def test_rollouts_that_are_not_there(schema: type) -> None:
+    (problem,) = schema(name="transformer").validate(root(conf.Model()))
+    assert problem.startswith("rollout.name: no rollout 'transformer' is installed (did you mean 'transformers'?)")
 
 
 def test_vllm_takes_some_models_only() -> None:

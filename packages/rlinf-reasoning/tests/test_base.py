@@ -109,7 +109,7 @@ def recipe(**changes: Any) -> Config:
             "prompts_per_step": 8,
             "algorithm": {"group_size": 4},
             "sampling": {"max_new_tokens": 4},
-            "model": {"path": None, "tiny": {"max_positions": 16}},
+            "model": {"path": None, "tiny": {"max_positions": 16, "characters": "0123456789+="}},
             **changes,
         }
     )
@@ -126,3 +126,19 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_named() -> None:
     with pytest.raises(ConfigError, match=r"takes 9 tokens; the longest prompt has 6.*\d\d\d\+1="):
         load_data(recipe(model={"path": None, "tiny": {"max_positions": 9}}), Sums())
     load_data(recipe(model={"path": "/a/model", "tiny": {"max_positions": 9}}), Sums())
+
+
+def test_an_alphabet_that_lacks_a_character_is_named() -> None:
+    def model(characters: str) -> dict[str, Any]:
+        return {"path": None, "tiny": {"max_positions": 16, "characters": characters}}
+
+    with pytest.raises(ConfigError) as caught:
+        load_data(recipe(model=model("0123456789")), Sums())
+    assert "model.tiny.characters: the alphabet '0123456789' lacks '+' (U+002B), '=' (U+003D)" in str(caught.value)
+    odd = type(
+        "Odd", (), {"source": "odd", "problems": lambda self, seed: [Problem(f"{i}=", "x") for i in range(99)]}
+    )()
+    alphabet = model("0123456789=")
+    with pytest.raises(ConfigError, match=r"lacks 'x' \(U\+0078\).*text: 'x'"):
+        load_data(recipe(model=alphabet), odd)
+    load_data(recipe(model=alphabet, warm_start={"problems": 20, "max_steps": 0}), odd)  # answers are not written

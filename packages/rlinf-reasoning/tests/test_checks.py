@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from rlinf_core.config import Config
-from rlinf_reasoning.conf import SCHEMAS, Algorithm, Evaluation, Sampling, WarmStart
+from rlinf_reasoning.conf import (
+    SCHEMAS,
+    Algorithm,
+    Evaluation,
+    FunctionReward,
+    IsolatedReward,
+    Reward,
+    Sampling,
+    WarmStart,
+)
 from rlinf_reasoning.conf.checks import check_function, check_grpo, check_jsonl, check_pattern, check_template
 
 
@@ -21,7 +30,7 @@ def recipe(**changes: Any) -> Config:
         "sampling": vars(Sampling()),
         "warm_start": vars(WarmStart()),
         "eval": vars(Evaluation()),
-        "model": {"path": None, "tiny": {"max_positions": 64}},
+        "model": {"path": None, "tiny": {"max_positions": 64, "characters": "0123456789+="}},
         "task": {"path": "", "template": "{prompt}"},
     }
     for name, value in changes.items():
@@ -65,6 +74,20 @@ def test_patterns_templates_and_functions() -> None:
     assert "all prompts would be equal" in check_template("What is it?")[0]
     assert check_function("a.b:c") == []
     assert "module:function" in check_function("a.b.c")[0]
+
+
+def test_rewards_that_are_not_there() -> None:
+    def problems(reward: Reward) -> list[str]:
+        return type(reward).validate(Config(vars(reward)), recipe())
+
+    assert problems(Reward()) == problems(IsolatedReward()) == problems(FunctionReward(function="a:b")) == []
+    (problem,) = problems(Reward("exakt"))
+    assert problem.startswith("reward.name: no reward 'exakt' is installed (did you mean 'exact'?)")
+    (problem,) = problems(IsolatedReward("maths"))
+    assert "did you mean 'math'" in problem
+    assert problems(Reward("math")) == ["reward.name: 'math' has keys of its own; choose it with reward=math"]
+    for reward in (Reward("function"), IsolatedReward("function")):
+        assert "choose it with reward=function" in problems(reward)[0]
 
 
 def test_jsonl_faults_are_found_from_the_config(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def config(**changes: Any) -> Config:
             "sampling": vars(Sampling()),
             "warm_start": {**vars(WarmStart()), "problems": 8},
             "eval": {**vars(Evaluation()), "problems": 4, "every": 1},
-            "model": {"path": None, "tiny": {"max_positions": 64}},
+            "model": {"path": None, "tiny": {"max_positions": 64, "characters": "0123456789+-= "}},
             "checkpoint": {"every": 1, "keep_last": 1},
             "task": {
                 "name": "reasoning_gym",

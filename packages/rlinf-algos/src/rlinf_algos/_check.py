@@ -90,7 +90,7 @@ def number(**values: object) -> None:
             raise AlgorithmError(f"{name} must be a number, got {_said(value)}")
 
 
-def whole(least: int | None = None, **values: object) -> None:
+def whole(least: int | None = None, /, **values: object) -> None:
     """Refuse options that are not integers, or are below ``least``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral):

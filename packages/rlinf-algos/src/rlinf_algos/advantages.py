@@ -51,7 +51,7 @@ def group_ids(groups: Groups) -> list[Hashable]:
         return groups.tolist()
     try:
         ids = list(groups)
-        if any(isinstance(g, Tensor | tuple) for g in ids):
+        if any(issubclass(kind, (Tensor, tuple)) for kind in set(map(type, ids))):
             ids = [_plain_id(g) for g in ids]
         set(ids)
     except TypeError as error:
@@ -204,7 +204,9 @@ def remax_advantage(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | 
         use = use & _check.boolean(valid, "valid")
     advantages = zero_masked(rewards, use) - zero_masked(greedy_rewards, use)
     if not bool(advantages.isfinite().all()):
-        raise AlgorithmError("rewards or greedy_rewards holds an infinite value; use NaN where it could not be computed")
+        raise AlgorithmError(
+            "rewards or greedy_rewards holds an infinite value; use NaN where it could not be computed"
+        )
     return advantages
 
 

@@ -119,9 +119,14 @@ def _grouped(function: Callable[..., Tensor], opts: type[Any], source: str, *inp
 
     def compute(given: AdvantageInputs, chosen: Any) -> Advantages:
         arguments = {name: getattr(given, name) for name in inputs}
-        return Advantages(function(**arguments, valid=given.valid, **as_dict(chosen)))
+        return Advantages(function(**arguments, valid=_valid(given), **as_dict(chosen)))
 
     return Advantage(compute, opts, inputs, source)
+
+
+def _valid(given: AdvantageInputs) -> Tensor | None:
+    """``valid``, without the samples that ``mask`` (where it is given) leaves no token of."""
+    return given.valid if given.mask is None else adv.valid_rows(_given(given.rewards), given.mask, given.valid)
 
 
 def _valid_mask(mask: Tensor, valid: Tensor | None) -> Tensor:
@@ -129,8 +134,7 @@ def _valid_mask(mask: Tensor, valid: Tensor | None) -> Tensor:
     mask = _check.boolean(mask)
     if valid is None:
         return mask
-    if valid.shape != mask.shape[:1]:
-        raise AlgorithmError(f"valid must have shape [B] = [{mask.shape[0]}], got {_check.shape_of(valid)}")
+    _check.shape(mask.shape[:1], "[B]", valid=valid)
     return mask & _check.boolean(valid, "valid")[:, None]
 
 
@@ -216,7 +220,7 @@ def _trajectory(given: AdvantageInputs, chosen: options.Group) -> Advantages:
         given.trajectories,
         normalise_std=chosen.normalise_std,
         eps=chosen.eps,
-        valid=given.valid,
+        valid=_valid(given),
     )
     return Advantages(result)
 

@@ -11,7 +11,7 @@ adds its own with one entry point in the group ``rlinf.losses`` or ``rlinf.advan
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -100,26 +100,49 @@ class Algorithm(Generic[Inputs, Result]):
     source: str = ""
 
     def __call__(self, inputs: Inputs, options: Any = None, /, **keywords: Any) -> Result:
-        missing = [name for name in self.needs if getattr(inputs, name) is None]
+        if not isinstance(inputs, LossInputs | AdvantageInputs):
+            raise AlgorithmError(f"inputs must be LossInputs or AdvantageInputs, got {type(inputs).__name__}")
+        missing = [name for name in self.needs if getattr(inputs, name, None) is None]
         if missing:
             raise AlgorithmError(f"this algorithm needs {', '.join(missing)} in {type(inputs).__name__}")
         if options is None:
             options = self.make_options(keywords)
         elif keywords:
             raise AlgorithmError("give options as one object or as keywords, not both")
+        else:
+            self._check_options(options)
         return self.compute(inputs, options)
+
+    def _check_options(self, options: Any) -> None:
+        """Refuse another algorithm's options: their numbers mean something else, or are not read."""
+        if self.options is None:
+            if not isinstance(options, Mapping):
+                raise AlgorithmError(f"this algorithm takes a mapping of options, got {type(options).__name__}")
+        elif not isinstance(options, self.options) or _names(options) != _names(self.options):
+            raise AlgorithmError(
+                f"options must be {self.options.__name__}, got {type(options).__name__}; plain values go in as keywords"
+            )
 
     def make_options(self, values: Mapping[str, Any]) -> Any:
         """The options object of plain values; unknown names are refused with the nearest one."""
         if self.options is None:
             return dict(values)
-        known = [f.name for f in fields(self.options)]
+        known = _names(self.options)
         for name in values:
             if name not in known:
                 raise AlgorithmError(
                     f"{self.options.__name__} has no option {name!r}{nearest(name, known)}; it has {', '.join(known)}"
                 )
+        needed = [f.name for f in fields(self.options) if f.init and f.default is f.default_factory is MISSING]
+        absent = [name for name in needed if name not in values]
+        if absent:
+            raise AlgorithmError(f"{self.options.__name__} needs the option {absent[0]!r}")
         return self.options(**values)
+
+
+def _names(options: Any) -> list[str]:
+    """The names of an options dataclass (or object)."""
+    return [f.name for f in fields(options)]
 
 
 Loss = Algorithm[LossInputs, LossSum]
@@ -132,21 +155,18 @@ def _plain(function: Callable[..., Any]) -> Algorithm[Any, Any]:
 
 
 @cache
-def _entries(group: str) -> dict[str, EntryPoint]:
-    """Third parties' entry points by name; ours are in the built-in table."""
-    found: dict[str, EntryPoint] = {}
+def _entries(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Third parties' entry points by name, one for each value that is claimed; ours are in the built-in table."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
-        owner = entry.dist.name if entry.dist is not None else "?"
-        if owner == _DISTRIBUTION:
-            continue
-        if entry.name in _builtin(group):
-            raise AlgorithmError(f"{entry.name!r} in {group} is claimed by both {_DISTRIBUTION} and {owner}")
-        other = found.get(entry.name)
-        if other is not None and other.value != entry.value:
-            first = other.dist.name if other.dist is not None else "?"
-            raise AlgorithmError(f"{entry.name!r} in {group} is claimed by both {first} and {owner}")
-        found[entry.name] = entry
+        claims = found.get(entry.name, ())
+        if _owner(entry) != _DISTRIBUTION and entry.value not in [other.value for other in claims]:
+            found[entry.name] = (*claims, entry)
     return found
+
+
+def _owner(entry: EntryPoint) -> str:
+    return entry.dist.name.replace("_", "-").lower() if entry.dist is not None else "?"
 
 
 def _builtin(group: str) -> Mapping[str, Algorithm[Any, Any]]:
@@ -156,19 +176,35 @@ def _builtin(group: str) -> Mapping[str, Algorithm[Any, Any]]:
 
 
 def _find(group: str, name: str) -> Algorithm[Any, Any]:
-    builtin = _builtin(group)
+    builtin, entries = _builtin(group), _entries(group)
+    # Found out when the name is asked for: one package's mistake does not take the other names away.
+    owners = [_DISTRIBUTION] * (name in builtin) + [_owner(entry) for entry in entries.get(name, ())]
+    if len(owners) > 1:
+        raise AlgorithmError(f"{name!r} in {group} is claimed by both {owners[0]} and {owners[1]}")
     if name in builtin:
         return builtin[name]
-    entries = _entries(group)
     if name not in entries:
         known = sorted({*builtin, *entries})
-        raise AlgorithmError(f"no {group} entry {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-    loaded = entries[name].load()
+        hint = _preset_hint(group, name) or nearest(name, known)
+        raise AlgorithmError(f"no {group} entry {name!r}{hint}; there are {', '.join(known)}")
+    (entry,) = entries[name]
+    loaded = entry.load()
     if isinstance(loaded, Algorithm):
         return loaded
     if callable(loaded):
         return _plain(loaded)
-    raise AlgorithmError(f"{entries[name].value} is {type(loaded).__name__}: expected an Algorithm or a function")
+    raise AlgorithmError(f"{entry.value} is {type(loaded).__name__}: expected an Algorithm or a function")
+
+
+def _preset_hint(group: str, name: str) -> str:
+    """What to ask for where ``name`` is a preset's: papers name the whole after one of its parts."""
+    from rlinf_algos.presets import PRESETS  # it imports this module
+
+    found = PRESETS.get(name)
+    if found is None:
+        return ""
+    kind, part = ("loss", found.loss) if group == LOSSES else ("advantage", found.advantage)
+    return f": {name!r} is a preset, whose {kind} is {part!r} (preset({name!r}), or {kind}({part!r}))"
 
 
 def loss(name: str) -> Loss:

@@ -66,7 +66,7 @@ class DecoupledPPO(PPO):
 
     def __post_init__(self) -> None:
         PPO.__post_init__(self)
-        _check.positive(behaviour_cap=self.behaviour_cap)
+        _check.positive(**_check.given(behaviour_cap=self.behaviour_cap))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,7 @@ class DPO:
 
     def __post_init__(self) -> None:
         _check.positive(beta=self.beta)
+        _check.number(label_smoothing=self.label_smoothing)
         if not 0.0 <= self.label_smoothing < 0.5:
             raise AlgorithmError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
 
@@ -99,7 +100,7 @@ class Value(Aggregated):
     def __post_init__(self) -> None:
         Aggregated.__post_init__(self)
         _check.choice("kind", self.kind, value_losses.KINDS)
-        _check.positive(clip=self.clip, huber_delta=self.huber_delta)
+        _check.positive(huber_delta=self.huber_delta, **_check.given(clip=self.clip))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ class KL(Aggregated):
     def __post_init__(self) -> None:
         Aggregated.__post_init__(self)
         _check.choice("kind", self.kind, kl.KINDS)
+        _check.flag(straight_through=self.straight_through, off_policy=self.off_policy)
         if self.kind == "k1" and not self.straight_through:
             raise AlgorithmError("kind 'k1' cannot be a loss: its gradient is zero in expectation; use 'k2'")
 
@@ -131,6 +133,7 @@ class Group:
 
     def __post_init__(self) -> None:
         _check.not_negative(eps=self.eps)
+        _check.flag(normalise_std=self.normalise_std)
         check_group_size(self.group_size)
 
 
@@ -181,6 +184,8 @@ class PassAtK:
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+        _check.whole(k=self.k)
+        _check.number(threshold=self.threshold)
         if self.k < 1 or (self.group_size is not None and self.k > self.group_size):
             raise AlgorithmError(f"k must lie in 1..group_size, got {self.k}")
 
@@ -194,6 +199,7 @@ class GAE:
 
     def __post_init__(self) -> None:
         _check.unit(gamma=self.gamma, lam=self.lam)
+        _check.flag(whiten=self.whiten)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,3 +210,4 @@ class GiGPO:
 
     def __post_init__(self) -> None:
         _check.not_negative(step_weight=self.step_weight, eps=self.eps)
+        _check.flag(normalise_std=self.normalise_std)

@@ -6,7 +6,8 @@ A preset is data. ``note`` says what it reproduces and where it departs from the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,15 +16,18 @@ from rlinf_algos import _check, composition
 from rlinf_algos.aggregation import LossSum
 from rlinf_algos.composition import AdvantageInputs, Advantages, LossInputs
 from rlinf_algos.errors import AlgorithmError, nearest
+from rlinf_algos.kl import KINDS
+from rlinf_algos.masking import zero_masked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
     """Advantage and loss by name with their options, and the terms added to the loss.
 
-    ``kl_coefficient`` and ``entropy_coefficient`` of 0 leave the term out. ``kl_in`` is where the KL goes: ``loss``,
-    or ``reward`` (the caller then subtracts ``kl_coefficient * kl_penalty(..., kl_kind)`` from the reward, or gives
-    it to an advantage that takes ``kl``).
+    ``kl_coefficient`` and ``entropy_coefficient`` of 0 leave the term out. ``kl_in`` is where the KL goes: ``loss``
+    (needs ``ref_logprobs``), or ``reward``: ``compute_advantages`` then needs ``kl``, the estimate per token
+    (``kl_penalty(..., preset.kl_kind)``), and subtracts ``kl_coefficient`` times it. Do not subtract it yourself.
+    A preset cannot be changed; ``with_options`` makes another.
     """
 
     name: str
@@ -40,28 +44,51 @@ class Preset:
 
     def __post_init__(self) -> None:
         _check.choice("kl_in", self.kl_in, ("loss", "reward"))
+        _check.choice("kl_kind", self.kl_kind, KINDS)
         _check.not_negative(kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient)
+        if "kl_coefficient" in self.advantage_options:
+            raise AlgorithmError("kl_coefficient belongs to the preset itself, not to its advantage_options")
+        for name in ("advantage_options", "loss_options"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return _remade, ({k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()},)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> Advantages:
-        """The preset's advantage of ``inputs``."""
-        return composition.advantage(self.advantage)(inputs, **self.advantage_options)
+        """The preset's advantage of ``inputs``, with the KL in the reward where ``kl_in`` says so."""
+        algorithm = composition.advantage(self.advantage)
+        if not (self.kl_coefficient and self.kl_in == "reward"):
+            return algorithm(inputs, **self.advantage_options)
+        if inputs.kl is None:
+            raise AlgorithmError(
+                f"preset {self.name!r} has the KL in the reward: give kl in AdvantageInputs, the estimate per token"
+                f" (kl_penalty(..., {self.kl_kind!r})), or leave it out by with_options(kl_coefficient=0.0)"
+            )
+        if algorithm.options is not None and "kl_coefficient" in {f.name for f in fields(algorithm.options)}:
+            return algorithm(inputs, **self.advantage_options, kl_coefficient=self.kl_coefficient)
+        if inputs.rewards is None or inputs.mask is None:
+            raise AlgorithmError(f"preset {self.name!r} has the KL in the reward: it needs rewards and mask as well")
+        rewards = reward_with_kl(inputs.rewards, inputs.kl, inputs.mask, self.kl_coefficient)
+        return algorithm(replace(inputs, rewards=rewards, kl=None), **self.advantage_options)
 
     def compute_loss(self, inputs: LossInputs) -> LossSum:
         """Policy loss, plus KL and entropy where their coefficients are not 0: one sum with one count."""
         total = composition.loss(self.loss)(inputs, **self.loss_options)
-        shared = self._aggregation()
         terms = replace(inputs, weights=None)
         if self.kl_coefficient and self.kl_in == "loss":
-            kl = composition.loss("kl")(terms, kind=self.kl_kind, **shared)
+            kl = composition.loss("kl")(terms, kind=self.kl_kind, **self._aggregation())
             total = total.plus(kl, self.kl_coefficient)
         if self.entropy_coefficient:
-            total = total.plus(composition.loss("entropy")(terms, **shared), self.entropy_coefficient)
+            entropy = composition.loss("entropy")(terms, **self._aggregation())
+            total = total.plus(entropy, self.entropy_coefficient)
         return total
 
     def _aggregation(self) -> dict[str, Any]:
-        """The aggregation of the policy loss, which the other terms share."""
+        """The aggregation of the policy loss, which the other terms share: theirs by default, where it has none."""
         options = composition.loss(self.loss).make_options(self.loss_options)
-        return {name: getattr(options, name) for name in ("aggregation", "divisor")}
+        values = options if isinstance(options, Mapping) else composition.as_dict(options)
+        return {name: values[name] for name in ("aggregation", "divisor") if name in values}
 
     def with_options(
         self,
@@ -71,6 +98,13 @@ class Preset:
         **changes: Any,
     ) -> Preset:
         """A copy with some options changed; they are checked at once."""
+        known = [f.name for f in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise AlgorithmError(
+                    f"a preset has no field {name!r}{nearest(name, known)}; it has {', '.join(known)}. Options of the"
+                    " algorithms go into advantage_options and loss_options"
+                )
         changed = replace(
             self,
             advantage_options={**self.advantage_options, **(advantage_options or {})},
@@ -86,6 +120,11 @@ class Preset:
         composition.loss(self.loss).make_options(self.loss_options)
         if self.kl_coefficient and self.kl_in == "loss":
             composition.loss("kl").make_options({"kind": self.kl_kind})
+
+
+def _remade(values: dict[str, Any]) -> Preset:
+    """A preset from plain values: what a pickle or a copy holds (a read-only mapping cannot be pickled)."""
+    return Preset(**values)
 
 
 _ALL = (
@@ -147,15 +186,17 @@ _ALL = (
     Preset(
         name="ppo_llm",
         source="Open-Reasoner-Zero, arXiv 2503.24290",
-        note="PPO on tokens with gamma = lambda = 1 and no KL; clip 0.2.",
+        note="PPO on tokens with gamma = lambda = 1 and no KL; clip 0.2. Advantages are whitened over the"
+        " batch, as Open-Reasoner-Zero does, so the whole batch is needed; advantage_options={'whiten': False} streams.",
         advantage="gae",
         loss="ppo",
-        advantage_options={"gamma": 1.0, "lam": 1.0},
+        advantage_options={"gamma": 1.0, "lam": 1.0, "whiten": True},
     ),
     Preset(
         name="rloo",
         source="RLOO, arXiv 2402.14740",
-        note="Leave-one-out baseline, plain policy gradient on whole sequences, KL 0.03 in the reward.",
+        note="Leave-one-out baseline, plain policy gradient on whole sequences, k1 KL in the reward. The"
+        " coefficient 0.03 is this library's: set your own.",
         advantage="rloo",
         loss="policy_gradient",
         loss_options={"aggregation": "sequence_mean_of_token_sums"},
@@ -170,7 +211,6 @@ _ALL = (
         " library's.",
         advantage="reinforce_pp",
         loss="ppo",
-        advantage_options={"kl_coefficient": 0.01},
         kl_coefficient=0.01,
         kl_kind="k1",
         kl_in="reward",
@@ -178,9 +218,8 @@ _ALL = (
     Preset(
         name="reinforce_pp_baseline",
         source="REINFORCE++, arXiv 2501.03262",
-        note="Group mean as the baseline, whitened over the batch; KL as a k2 loss, as the paper argues. The"
-        " coefficient 0.001 is"
-        " this library's.",
+        note="Group mean as the baseline (whole groups on one rank), whitened over the batch; KL as a k2 loss, as the"
+        " paper argues. The coefficient 0.001 is this library's.",
         advantage="reinforce_pp_baseline",
         loss="ppo",
         kl_coefficient=0.001,
@@ -197,14 +236,14 @@ _ALL = (
     Preset(
         name="async_ppo",
         source="AReaL, arXiv 2505.24298",
-        note="Decoupled PPO for stale samples, with group advantages and no critic; clip 0.2. The weight"
-        " pi_prox / pi_behav is"
-        " capped at 5, this library's number.",
+        note="Decoupled PPO for stale samples; clip 0.2. The weight pi_prox / pi_behav is clamped at 5, this library's"
+        " number; AReaL drops tokens above its cap instead (rollout_correction(mode='mask') does). Advantages by"
+        " group with its standard deviation, without a critic, are this library's choice too.",
         advantage="group",
         loss="decoupled_ppo",
     ),
 )
-PRESETS: dict[str, Preset] = {p.name: p for p in _ALL}
+PRESETS: Mapping[str, Preset] = MappingProxyType({p.name: p for p in _ALL})
 
 
 def preset(name: str) -> Preset:
@@ -215,13 +254,18 @@ def preset(name: str) -> Preset:
 
 
 def reward_with_kl(rewards: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Sequence rewards [B] less ``coefficient`` times the sum of the KL estimate [B, T] over true positions, a
-    constant."""
+    """Rewards less ``coefficient`` times the KL estimate [B, T] at true positions, a constant.
+
+    Rewards per sequence [B] lose the sum over the row, rewards per position [B, T] each its own.
+    """
     _check.floating(rewards=rewards, kl=kl)
     _check.not_negative(coefficient=coefficient)
-    _check.ndim(1, "[B]", rewards=rewards)
+    _check.ndim((1, 2), "[B] or [B, T]", rewards=rewards)
     _check.same_shape(kl=kl, mask=mask)
+    terms = zero_masked(kl.detach(), _check.boolean(mask))
+    if rewards.ndim == 2:
+        _check.same_shape(kl=kl, rewards=rewards)
+        return rewards - coefficient * terms
     if kl.shape[0] != rewards.shape[0]:
         raise AlgorithmError(f"kl has {kl.shape[0]} rows for {rewards.shape[0]} rewards")
-    total = torch.where(_check.boolean(mask), kl.detach(), 0.0).sum(1)
-    return rewards - coefficient * total
+    return rewards - coefficient * terms.sum(1)

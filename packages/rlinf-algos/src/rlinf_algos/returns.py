@@ -138,7 +138,7 @@ def _inputs(rewards: Tensor, mask: Tensor, gamma: float, lam: float, **others: T
     r = torch.where(mask, _check.widen(rewards), 0.0)
     if not bool(r.sum().isfinite()) and not bool(r.isfinite().all()):
         raise AlgorithmError(
-            "rewards holds NaN or an infinite value at a true position of mask. Leave the rows of rewards that could not"
+            "rewards holds NaN or an infinite value at a true position of mask. Leave the rows whose reward could not"
             " be computed out of mask: mask & ~rewards_per_row.isnan()[:, None], or valid by name"
         )
     return r, mask
@@ -165,7 +165,7 @@ def _at(first: Tensor | None, x: Tensor) -> Tensor:
     if first is None:
         return x
     length = x.shape[1]
-    return torch.where(first < length, x.gather(1, first.clamp(max=length - 1)), torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.gather(1, first.clamp(max=length - 1)).masked_fill(first == length, 0)
 
 
 @torch.no_grad()
@@ -365,7 +365,7 @@ def reinforce_pp_advantage(
     _check.ndim(2, "[B] or [B, T]", rewards=rewards)
     _check.same_shape(mask=mask, rewards=rewards, kl=kl)
     mask = mask & ~(rewards.isnan() & mask).any(1)[:, None]
-    if kl is not None:
+    if kl is not None and kl_coefficient:
         rewards = rewards - kl_coefficient * torch.where(mask, kl.detach(), 0.0)
     elif kl_coefficient:
         raise AlgorithmError("kl_coefficient needs kl: the estimate per token")

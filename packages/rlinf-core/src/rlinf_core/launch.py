@@ -74,7 +74,7 @@ class RayLauncher:
             ended = ray.get(started.main, timeout=timeout)
             return f"its process ended: {ended}"
         except ray.exceptions.GetTimeoutError:
-            cause = "its connection to the hub broke while Ray still counts the process as alive"
+            cause = "its connection to the hub broke (Ray still counts it as alive: a fork of it may live on)"
         except ray.exceptions.RayActorError as error:
             if "creation task" in str(error):
                 return f"its process could not be set up by Ray:\n{error}"

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 from rlinf_core.errors import PlacementError, nearest
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+MAX_PER_DEVICE = 64
+"""Most processes on one device: beyond, a slip of the pen is likelier than a wish."""
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _LABEL = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -88,6 +90,11 @@ def parse_placement(text: str, cluster: ClusterInfo, *, where: str = "placement"
     return _Parser(text, cluster, where).parse()
 
 
+def check_syntax(text: str, *, where: str = "placement") -> None:
+    """What can be said of a placement's text without a cluster; raises ``PlacementError`` like ``parse_placement``."""
+    _Parser(text, ClusterInfo(()), where).check()
+
+
 def format_placement(processes: Sequence[Sequence[int]]) -> str:
     """The text form that parses to ``processes``; ``PlacementError`` when there is none (devices shared unevenly)."""
     owners: dict[int, list[int]] = {}
@@ -135,27 +142,37 @@ class _Parser:
         self.cluster = cluster
         self.where = where
 
-    def parse(self) -> Placement:
+    def check(self) -> None:
+        """The grammar of all segments, and how many processes each puts on a device."""
+        for segment in self._segments():
+            _, devices, ranks = self._split(segment)
+            if devices is not None and ranks is not None:
+                self._deal(segment, devices, ranks)
+
+    def _segments(self) -> list[str]:
         if not isinstance(self.text, str) or not self.text.strip():
             raise self._error("is empty; give device ids such as 0-3, or all")
+        return [segment.strip() for segment in self.text.split(",")]
+
+    def parse(self) -> Placement:
         found: dict[int, tuple[int, ...]] = {}
         used: dict[int, str] = {}
-        for segment in self.text.split(","):
-            devices, ranks = self._segment(segment.strip(), next_rank=max(found, default=-1) + 1)
+        for segment in self._segments():
+            devices, ranks = self._segment(segment, next_rank=max(found, default=-1) + 1)
             for device in devices:
                 if device in used:
-                    raise self._error(f"names device {device} twice, in {used[device]!r} and {segment.strip()!r}")
-                used[device] = segment.strip()
-            for rank, process in self._deal(segment.strip(), devices, ranks):
+                    raise self._error(f"names device {device} twice, in {used[device]!r} and {segment!r}")
+                used[device] = segment
+            for rank, process in self._deal(segment, devices, ranks):
                 if rank in found:
-                    raise self._error(f"names process {rank} twice (again in {segment.strip()!r})")
+                    raise self._error(f"names process {rank} twice (again in {segment!r})")
                 found[rank] = process
         missing = [rank for rank in range(max(found) + 1) if rank not in found]
         if missing:
+            named = ", ".join(map(str, sorted(found)[:10])) + (", …" if len(found) > 10 else "")
+            lacking = ", ".join(map(str, missing[:10])) + (", …" if len(missing) > 10 else "")
             raise self._error(
-                f"leaves a gap: processes {_span(sorted(found)) if len(found) == 1 else sorted(found)} are "
-                "named but "
-                f"not {', '.join(map(str, missing))}; processes count from 0 without gaps"
+                f"leaves a gap: processes {named} are named but not {lacking}; processes count from 0 without gaps"
             )
         processes = tuple(found[rank] for rank in sorted(found))
         for rank, process in enumerate(processes):
@@ -167,31 +184,31 @@ class _Parser:
                 )
         return Placement(processes)
 
-    def _segment(self, segment: str, next_rank: int) -> tuple[list[int], list[int]]:
+    def _split(self, segment: str) -> tuple[str, list[int] | None, list[int] | None]:
+        """Label, numbers of devices (None: all), numbers of processes (None: not given)."""
         parts = [part.strip() for part in segment.split(":")]
-        pool = tuple(range(len(self.cluster.devices)))
-        among = ""
+        label = ""
         if len(parts) > 1 and _LABEL.fullmatch(parts[0]) and parts[0] != "all":
             label = parts.pop(0)
-            pool = self.cluster.labelled(label)
-            among = f" of the nodes labelled {label!r}"
-            if not pool:
-                known = self.cluster.labels()
-                raise self._error(
-                    f"names node label {label!r}, which no node with devices has{nearest(label, known)}; "
-                    f"labels here: {', '.join(known) or 'none'}"
-                )
         if len(parts) > 2:
             raise self._error(f"has {segment!r}, which is not devices, devices:processes or label:devices:processes")
-        if parts[0] == "all":
-            devices = list(pool)
-        else:
-            devices = [self._pick(pool, index, among) for index in self._range(segment, parts[0], "devices")]
+        devices = None if parts[0] == "all" else self._range(segment, parts[0], "devices")
+        return label, devices, self._range(segment, parts[1], "processes") if len(parts) > 1 else None
+
+    def _segment(self, segment: str, next_rank: int) -> tuple[list[int], list[int]]:
+        label, numbers, ranks = self._split(segment)
+        pool = self.cluster.labelled(label) if label else tuple(range(len(self.cluster.devices)))
+        among = f" of the nodes labelled {label!r}" if label else ""
+        if label and not pool:
+            known = self.cluster.labels()
+            raise self._error(
+                f"names node label {label!r}, which no node with devices has{nearest(label, known)}; "
+                f"labels here: {', '.join(known) or 'none'}"
+            )
+        devices = list(pool) if numbers is None else [self._pick(pool, index, among) for index in numbers]
         if not devices:
             raise self._error("asks for devices but the cluster has none; set cluster.virtual_devices")
-        if len(parts) == 1:
-            return devices, list(range(next_rank, next_rank + len(devices)))
-        return devices, self._range(segment, parts[1], "processes")
+        return devices, list(range(next_rank, next_rank + len(devices))) if ranks is None else ranks
 
     def _pick(self, pool: Sequence[int], index: int, among: str) -> int:
         if index >= len(pool):
@@ -222,6 +239,10 @@ class _Parser:
                 "one count must be a multiple of the other"
             )
         each = many // few
+        if len(ranks) > len(devices) and each > MAX_PER_DEVICE:
+            raise self._error(
+                f"has {segment!r}, which puts {each} processes on each device; at most {MAX_PER_DEVICE} may share one"
+            )
         if len(devices) >= len(ranks):
             return [(rank, tuple(devices[i * each : (i + 1) * each])) for i, rank in enumerate(ranks)]
         return [(rank, (devices[i // each],)) for i, rank in enumerate(ranks)]

@@ -27,6 +27,7 @@ __all__ = [
     "Pipe",
     "Plan",
     "Share",
+    "check_spec",
     "flatten",
     "leaves",
     "make_plan",
@@ -35,6 +36,8 @@ __all__ = [
 
 DEFAULT_PORTION = 8
 """Items moved at once between pipelined stages when neither plan nor config says."""
+MAX_RANKS_PER_NODE = 1024
+"""Most ranks of a CPU stage per node: beyond, a slip of the pen is likelier than a wish."""
 MODES = ("temporal", "spatial")
 _LATER = {
     "hybrid": "write the tree as a YAML file and give its path",
@@ -115,15 +118,11 @@ def make_plan(
     Raises ``PlanError`` or ``PlacementError`` naming key, value and what would be right.
     """
     check_portion(portion, "portion")
-    if spec in _LATER:
-        raise PlanError(
-            f"plan: {spec!r} is not available in this version ({_LATER[spec]}); "
-            f"available: {', '.join(MODES)}, or the path of a YAML file"
-        )
-    if spec in MODES:
+    written = check_spec(spec)
+    if written is None:
         plan = _mode_plan(spec, graph, cluster, portion)
     else:
-        plan = _file_plan(spec)
+        plan = written
         if portion is not None:
             tree = None if plan.tree is None else _with_portion(plan.tree, portion, graph)
             plan = dataclasses.replace(plan, tree=tree, portion=portion)
@@ -133,20 +132,48 @@ def make_plan(
     return plan
 
 
+def check_spec(spec: str) -> Plan | None:
+    """Whether ``spec`` can be a plan at all, before flow and cluster are known: the plan of a file, None for a mode.
+
+    Raises ``PlanError`` for a misspelt mode, a file that is not there, and a fault of its text.
+    """
+    if spec in MODES:
+        return None
+    if spec in _LATER:
+        raise PlanError(
+            f"plan: {spec!r} is not available in this version ({_LATER[spec]}); "
+            f"available: {', '.join(MODES)}, or the path of a YAML file"
+        )
+    return _file_plan(spec)
+
+
 def _file_plan(spec: str) -> Plan:
     path = Path(spec)
     looks_like_file = path.suffix in (".yaml", ".yml", ".json") or len(path.parts) > 1
-    if not path.is_file():
-        if looks_like_file:
-            raise PlanError(f"plan: there is no file {spec!r}")
+    if not spec or (not _exists(path) and not looks_like_file):
+        known = (*MODES, *_LATER)
         raise PlanError(
-            f"plan: {spec!r} is not a mode{nearest(spec, MODES)}; give {', '.join(MODES)}, or the path of a YAML file"
+            f"plan: {spec!r} is not a mode{nearest(spec, known)}; give {', '.join(MODES)}, auto, "
+            "or the path of a YAML file"
         )
+    if not _exists(path):
+        raise PlanError(f"plan: there is no file {spec!r}")
+    if path.is_dir():
+        raise PlanError(f"plan: {spec!r} is a directory; give the path of a plan's YAML file")
+    if not path.is_file():
+        raise PlanError(f"plan: {spec!r} is not a regular file; give the path of a plan's YAML file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"plan: {spec!r} cannot be read: {error}") from error
     return Plan.from_yaml(text, source=f"plan {spec}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a null byte
+        return False
 
 
 def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int | None) -> Plan:
@@ -233,7 +260,7 @@ def _override(plan: Plan, graph: FlowGraph, cluster: ClusterInfo, placement: Map
         if graph.stages[name].device:
             parse_placement(str(value), cluster, where=f"placement.{name}")
             moved[name] = str(value)
-        elif str(value).isdecimal() and int(value) > 0:
+        elif str(value).isdecimal() and len(str(value)) < 10 and int(value) > 0:
             cpu[name] = int(value)
         else:
             raise PlacementError(
@@ -377,6 +404,11 @@ class _Check:
         if ranks is None:
             self._fault("cpu", f"CPU stage {stage.name!r} has no number of ranks")
             return
+        nodes = len({device.node for device in self.cluster.devices} | {node.name for node in self.cluster.nodes})
+        if ranks > MAX_RANKS_PER_NODE * max(1, nodes):
+            self._fault(
+                f"cpu.{stage.name}", f"{ranks} ranks are more than {MAX_RANKS_PER_NODE} processes on each of the nodes"
+            )
         self._ranks(stage, ranks, f"cpu.{stage.name}")
 
     def _ranks(self, stage: StageSpec, ranks: int, where: str) -> None:

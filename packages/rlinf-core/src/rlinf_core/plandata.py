@@ -64,6 +64,7 @@ class Parallel:
     b: Node
 
 
+MAX_DEPTH = 50
 Node: TypeAlias = Leaf | Share | Pipe | Parallel
 _SIDES = {"share": ("first", "then"), "pipe": ("up", "down"), "parallel": ("a", "b")}
 
@@ -140,7 +141,7 @@ class Plan:
                 raise PlanError(f"{source}.predicted.{name}: {value!r} is not a number of seconds")
         return cls(
             name=_text(fields.get("name", "plan"), f"{source}.name"),
-            tree=None if tree is None else _node_from(tree, f"{source}.tree"),
+            tree=None if tree is None else _node_from(tree, f"{source}.tree", set()),
             cpu={name: _count(value, f"{source}.cpu.{name}", "ranks") for name, value in cpu.items()},
             devices=None
             if fields.get("devices") is None
@@ -160,6 +161,10 @@ class Plan:
             place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
             problem = getattr(error, "problem", None) or "cannot be read"
             raise PlanError(f"{source}: not valid YAML{place}: {problem}") from error
+        except ValueError as error:  # a date or number that is none
+            raise PlanError(f"{source}: not valid YAML: {error}") from error
+        except RecursionError:
+            raise PlanError(f"{source}: nested too deep to be read; a tree has one leaf per stage") from None
         return cls.from_dict(data, source=source)
 
     def describe(self) -> str:
@@ -219,7 +224,15 @@ def _node_to_dict(node: Node) -> dict[str, Any]:
     return {kind: body}
 
 
-def _node_from(data: object, where: str) -> Node:
+def _node_from(data: object, where: str, seen: set[int], depth: int = 1) -> Node:
+    if depth > MAX_DEPTH:
+        raise PlanError(f"{where[:60]}…: the tree is more than {MAX_DEPTH} deep; a tree has one leaf per stage")
+    if isinstance(data, Mapping):
+        if id(data) in seen:
+            raise PlanError(
+                f"{where}: a YAML alias puts a node there that is in the tree already; write each node once"
+            )
+        seen.add(id(data))
     kinds = ("leaf", *_SIDES)
     outer = _mapping(data, where, kinds)
     if len(outer) != 1:
@@ -244,7 +257,8 @@ def _node_from(data: object, where: str) -> Node:
     for key in (one, other):
         if key not in fields:
             raise PlanError(f"{where}: has no key {key!r}; {kind} has {one} and {other}")
-    left, right = _node_from(fields[one], f"{where}.{one}"), _node_from(fields[other], f"{where}.{other}")
+    left = _node_from(fields[one], f"{where}.{one}", seen, depth + 1)
+    right = _node_from(fields[other], f"{where}.{other}", seen, depth + 1)
     if kind == "share":
         return Share(left, right)
     if kind == "parallel":

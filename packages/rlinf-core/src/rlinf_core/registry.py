@@ -137,6 +137,15 @@ def missing_imports(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(missing)
 
 
+def check_name(group: str, name: str, key: str) -> list[str]:
+    """What is wrong with plugin ``name``, the value of config key ``key``, without importing it (for ``validate``)."""
+    try:
+        Registry(group).entry(name)
+    except PluginError as error:
+        return [f"{key}: {error}"]
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
     """One line of ``rlinf plugins``. ``status`` is empty when nothing is known to be wrong."""

@@ -135,7 +135,7 @@ def fault(worker: Worker, place: str) -> None:
         raise RuntimeError("as asked")
     if what == "forkdie":
         if os.fork() == 0:
-            threading.Event().wait(20)  # a child that outlives its parent and holds its files
+            threading.Event().wait(8)  # a child that outlives its parent and holds its files
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "kill":

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from rlinf_core.errors import ConfigError, PluginError, RLinfError, nearest
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+MESSAGE_LIMIT = 4000
+"""Characters of an error's last line; a traceback above it is printed whole."""
 Command = Callable[[list[str]], int]
 """A subcommand takes the arguments after its name and returns the exit code. An entry point of ``rlinf.commands``
 names one; it may raise RLinfError, whose message is printed as the last line."""
@@ -140,6 +142,9 @@ def report(error: BaseException) -> int:
 
 
 def _print_error(message: str) -> None:
+    if len(message) > MESSAGE_LIMIT:
+        head, tail = message[: MESSAGE_LIMIT * 3 // 4], message[-MESSAGE_LIMIT // 4 :]
+        message = f"{head} […{len(message) - len(head) - len(tail)} characters left out…] {tail}"
     try:
         sys.stdout.flush()
     except OSError:
@@ -148,8 +153,18 @@ def _print_error(message: str) -> None:
     sys.stderr.flush()
 
 
+def _open_streams() -> None:
+    """Give a standard stream that the caller has closed (``>&-``) a place to go, before another file takes its number."""
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, flags)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, open(fd, "r" if name == "stdin" else "w", encoding="utf-8"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The ``rlinf`` script: returns the exit code."""
+    _open_streams()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -3,7 +3,8 @@
 A conf package is named by a ``rlinf.recipes`` entry point. YAML files lie beside its ``__init__``: a recipe is one
 with a ``program``, the others are options of the config group whose folder they are in. ``SCHEMAS`` maps
 ``group/name`` of a YAML file to the dataclass that types it. A field may carry
-``metadata={"help": …, "choices": (…), "min": …, "max": …}``, checked when composing, and a dataclass may define
+``metadata={"help": …, "choices": (…), "min": …, "max": …}``, checked when composing (numbers must be finite unless it
+has ``"allow_inf": True``), and a dataclass may define
 ``validate(self, root) -> list[str]`` for what spans keys; both arguments are read-only ``Config`` nodes.
 """
 
@@ -77,6 +78,32 @@ class CoreConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     scheduler: str = field(default="m2flow", metadata={"help": "plugin that plans for plan=auto"})
+
+    def validate(self, root: Any) -> list[str]:
+        from rlinf_core.errors import ConfigError
+        from rlinf_core.placement import check_syntax
+        from rlinf_core.plan import check_spec
+        from rlinf_core.registry import check_name
+
+        problems: list[str] = []
+        for index, name in enumerate(self.loggers):
+            if name in self.loggers[:index]:
+                problems.append(f"loggers: {name!r} is there twice; each logger writes a run once")
+            else:
+                problems += check_name("rlinf.loggers", name, "loggers")
+        if self.plan == "auto":
+            problems += check_name("rlinf.schedulers", self.scheduler, "scheduler")
+        else:
+            try:
+                check_spec(self.plan)
+            except ConfigError as error:
+                problems.append(str(error))
+        for group in self.placement:
+            try:
+                check_syntax(self.placement[group], where=f"placement.{group}")
+            except ConfigError as error:
+                problems.append(str(error))
+        return problems
 
 
 SCHEMAS: dict[str, type] = {}

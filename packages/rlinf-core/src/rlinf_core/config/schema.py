@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -189,15 +190,15 @@ class Schema:
 
     def problems(self, config: Config) -> list[str]:
         """Everything wrong with the values: choices, limits, and what the ``validate`` hooks say."""
-        found: list[str] = []
-        for path, cls, node in self._nodes(config):
+        found = list(self._not_finite("", config.to_dict(), False))
+        for path, cls, node in self._nodes(config) if not found else ():
             for name, slot in slots_of(cls).items():
                 key = f"{path}.{name}" if path else name
                 if name in node and key not in self.groups:
                     metadata = self.root[name].metadata if not path else slot.metadata
                     found += _limits(key, node[name], metadata)
         if found:  # hooks may rely on single values being in range
-            return found
+            return list(dict.fromkeys(found))  # a key of core's that the recipe declares too is met twice
         for _, cls, node in self._nodes(config):
             if callable(hook := getattr(cls, "validate", None)):
                 try:
@@ -206,6 +207,17 @@ class Schema:
                     where = f"{cls.__module__}.{cls.__qualname__}.validate"
                     raise ConfigError(f"{where} failed: {type(error).__name__}: {error}") from error
         return list(dict.fromkeys(found))
+
+    def _not_finite(self, path: str, value: Any, allowed: bool) -> Iterator[str]:
+        """Infinities where they are not allowed, and NaN, anywhere below ``path``."""
+        if isinstance(value, Mapping | list | tuple):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items:
+                below = f"{path}.{key}" if path else str(key)
+                slot = self.slot(below)
+                yield from self._not_finite(below, item, allowed or (slot is not None and _takes_inf(slot)))
+        elif isinstance(value, float) and not (allowed if math.isinf(value) else math.isfinite(value)):
+            yield f"{path}={value}: must be a finite number"
 
     def _nodes(self, config: Config) -> Iterator[tuple[str, type, Config]]:
         for cls in self.roots:
@@ -236,6 +248,10 @@ def _below(path: str, hint: Any, value: Any) -> Iterator[tuple[str, type, Config
     elif get_origin(inner) in (list, tuple) and args:
         for index, item in enumerate(value):
             yield from _below(f"{path}.{index}", args[0], item)
+
+
+def _takes_inf(slot: Slot) -> bool:
+    return bool(slot.metadata.get("allow_inf", False))
 
 
 def _limits(key: str, value: Any, metadata: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,12 @@ def _key(default: Any, text: str, **limits: Any) -> Any:
     return field(default=default, metadata={"help": text, **limits})
 
 
+def _plugin(group: str, name: str, key: str) -> list[str]:
+    from rlinf_core.registry import check_name
+
+    return check_name(group, name, key)
+
+
 @dataclass
 class TinyModel:
     """A small Qwen2 with a character tokenizer, built from its config: nothing is downloaded."""
@@ -66,7 +72,7 @@ class TorchTrainer:
     micro_batch_tokens: int = _key(8192, "most padded tokens in one forward and backward", min=1)
 
     def validate(self, root: Any) -> list[str]:
-        problems = []
+        problems = _plugin("rlinf.trainers", self.name, "trainer.name")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             problems.append(f"trainer.betas: {list(self.betas)} is not two numbers in [0, 1); try [0.9, 0.999]")
         if self.schedule != "constant" and self.schedule_steps <= self.warmup_steps:
@@ -84,6 +90,9 @@ class TransformersRollout:
 
     name: str = _key("transformers", "rollout backend")
     max_num_seqs: int = _key(256, "most sequences decoded together", min=1)
+
+    def validate(self, root: Any) -> list[str]:
+        return _plugin("rlinf.rollouts", self.name, "rollout.name")
 
 
 @dataclass
@@ -104,7 +113,7 @@ class VllmRollout:
 
     def validate(self, root: Any) -> list[str]:
         model = root.model
-        problems = []
+        problems = _plugin("rlinf.rollouts", self.name, "rollout.name")
         if model.dtype == "float64":
             problems.append("model.dtype: vllm does not compute in float64; use float32 or bfloat16")
         if model.path is None:

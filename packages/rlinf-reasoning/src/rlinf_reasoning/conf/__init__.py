@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf_reasoning.conf.checks import check_function, check_grpo, check_jsonl, check_pattern, check_template
+from rlinf_reasoning.conf.checks import (
+    check_function,
+    check_grpo,
+    check_jsonl,
+    check_pattern,
+    check_reward,
+    check_template,
+)
 
 ON_ERROR = ("fail", "drop", "zero")
 AGGREGATIONS = ("token_mean", "sequence_mean_of_token_means", "sequence_mean_of_token_sums")
@@ -54,6 +61,9 @@ class Reward:
     name: str = _key("exact", "reward function")
     on_error: str = _key("fail", "an item that cannot be scored: stop the run, drop it, or score 0", choices=ON_ERROR)
 
+    def validate(self, root: Any) -> list[str]:
+        return check_reward(self)
+
 
 @dataclass
 class IsolatedReward(Reward):
@@ -73,7 +83,7 @@ class FunctionReward(IsolatedReward):
     function: str = _key("???", "module:function, called as function(text, answer, fields) -> number")
 
     def validate(self, root: Any) -> list[str]:
-        return check_function(self.function)
+        return [*check_reward(self), *check_function(self.function)]
 
 
 @dataclass

@@ -7,6 +7,7 @@ import string
 from typing import Any
 
 from rlinf_core.errors import ConfigError
+from rlinf_core.registry import check_name
 
 
 def check_pattern(pattern: str | None) -> list[str]:
@@ -36,6 +37,14 @@ def check_function(function: str) -> list[str]:
     if colon and module and name:
         return []
     return [f"reward.function: {function!r} is not of the form module:function"]
+
+
+def check_reward(reward: Any) -> list[str]:
+    """That the reward's plugin is there, and that the chosen option has the keys that it needs."""
+    own = {"function": "function", "math": "timeout_s"}
+    if reward.name in own and own[reward.name] not in reward:
+        return [f"reward.name: {reward.name!r} has keys of its own; choose it with reward={reward.name}"]
+    return [] if reward.name == "function" else check_name("rlinf.rewards", reward.name, "reward.name")
 
 
 def check_jsonl(path: str, template: str, root: Any) -> list[str]:

@@ -117,7 +117,7 @@ def load_data(cfg: Any, task: Task | None = None) -> PromptData:
     ``cfg.algorithm.group_size`` and, for the tiny model, ``cfg.model`` and ``cfg.sampling.max_new_tokens``.
 
     Raises:
-        ConfigError: too few problems, or one that is too long for the tiny model; and what the task itself finds.
+        ConfigError: too few problems, or one that is too long for the tiny model, or not in its alphabet; and what the task itself finds.
     """
     if task is None:
         from rlinf_core.registry import Registry
@@ -134,6 +134,7 @@ def load_data(cfg: Any, task: Task | None = None) -> PromptData:
     )
     if cfg.model.path is None:
         _check_length(data, cfg.sampling.max_new_tokens, cfg.model.tiny.max_positions)
+        _check_characters(data, cfg.model.tiny.characters)
     return data
 
 
@@ -146,6 +147,19 @@ def _check_length(data: PromptData, max_new_tokens: int, max_positions: int) -> 
             f"model.tiny.max_positions: the model takes {max_positions} tokens; the longest prompt has {length} and a "
             f"response may have {max_new_tokens} (sampling.max_new_tokens), {length + max_new_tokens} together. "
             f"The prompt: {longest.prompt[:200]!r}"
+        )
+
+
+def _check_characters(data: PromptData, characters: str) -> None:
+    """Refuse an alphabet of the tiny model in which a prompt, or an answer of the warm start, cannot be written."""
+    texts = [*(p.prompt for p in (*data.eval, *data.train)), *(p.answer for p in data.warm_start)]
+    missing = sorted(set().union(*map(set, texts)) - set(characters))
+    if missing:
+        first = next(text for text in texts if not set(characters).issuperset(text))
+        shown = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in missing[:20]) + (", …" if len(missing) > 20 else "")
+        raise ConfigError(
+            f"model.tiny.characters: the alphabet {characters!r} lacks {shown}, which the problems need; the first such "
+            f"text: {first[:200]!r}"
         )
 
 
