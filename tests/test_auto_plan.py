@@ -82,4 +82,6 @@ def test_a_wrong_scheduler_or_key_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         compose(RECIPE, ["profile.steps=0"])
     options = [RECIPE, *SMALL, "+profile.overrides.warm_strat=1", "--out", str(tmp_path / "x")]
-    assert profile_command(options) == 2
+    with pytest.raises(ConfigError, match="warm_strat"):
+        profile_command(options)
+    assert profile_command([RECIPE, *SMALL, "--devices", "none"]) == 2

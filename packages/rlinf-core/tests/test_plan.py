@@ -356,7 +356,7 @@ class TestBadRequests:
                 "tree: {share: {first: &a {leaf: {stage: gen, devices: '0'}}, then: *a}}",
                 "tree.share.then: a YAML alias puts a node there",
             ),
-            ("tree: " + "{share: {then: 0, first: " * 60 + "0" + "}}" * 60, "the tree is more than 50 deep"),
+            ("tree: " + "{share: {then: 0, first: " * 60 + "0" + "}}" * 60, ".tree: more than 50 nodes deep"),
             ("tree: " + "{share: {then: 0, first: " * 1500 + "0" + "}}" * 1500, "nested too deep to be read"),
             ('{"tree": ' + "[" * 100000, "nested too deep to be read"),
             ("name: 2020-13-45", "not valid YAML: month must be in 1..12"),

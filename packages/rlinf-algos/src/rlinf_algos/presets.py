@@ -187,7 +187,7 @@ _ALL = (
         name="ppo_llm",
         source="Open-Reasoner-Zero, arXiv 2503.24290",
         note="PPO on tokens with gamma = lambda = 1 and no KL; clip 0.2. Advantages are whitened over the"
-        " batch, as Open-Reasoner-Zero does, so the whole batch is needed; advantage_options={'whiten': False} streams.",
+        " batch, as Open-Reasoner-Zero does: the whole batch is needed (advantage_options={'whiten': False} streams).",
         advantage="gae",
         loss="ppo",
         advantage_options={"gamma": 1.0, "lam": 1.0, "whiten": True},

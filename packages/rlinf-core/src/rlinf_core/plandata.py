@@ -226,7 +226,9 @@ def _node_to_dict(node: Node) -> dict[str, Any]:
 
 def _node_from(data: object, where: str, seen: set[int], depth: int = 1) -> Node:
     if depth > MAX_DEPTH:
-        raise PlanError(f"{where[:60]}…: the tree is more than {MAX_DEPTH} deep; a tree has one leaf per stage")
+        raise PlanError(
+            f"{where.partition('.tree.')[0]}.tree: more than {MAX_DEPTH} nodes deep; a tree has one leaf per stage"
+        )
     if isinstance(data, Mapping):
         if id(data) in seen:
             raise PlanError(

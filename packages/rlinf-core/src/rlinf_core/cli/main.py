@@ -154,12 +154,12 @@ def _print_error(message: str) -> None:
 
 
 def _open_streams() -> None:
-    """Give a standard stream that the caller has closed (``>&-``) a place to go, before another file takes its number."""
+    """Give standard streams that the caller has closed (``>&-``) a place, before other files take their numbers."""
     for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
             fd = os.open(os.devnull, flags)
             os.set_inheritable(fd, True)
-            setattr(sys, name, open(fd, "r" if name == "stdin" else "w", encoding="utf-8"))
+            setattr(sys, name, os.fdopen(fd, "r" if name == "stdin" else "w", encoding="utf-8"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -117,7 +117,8 @@ def load_data(cfg: Any, task: Task | None = None) -> PromptData:
     ``cfg.algorithm.group_size`` and, for the tiny model, ``cfg.model`` and ``cfg.sampling.max_new_tokens``.
 
     Raises:
-        ConfigError: too few problems, or one that is too long for the tiny model, or not in its alphabet; and what the task itself finds.
+        ConfigError: too few problems, or one that is too long for the tiny model or cannot be written in its
+            alphabet; and what the task itself finds.
     """
     if task is None:
         from rlinf_core.registry import Registry
@@ -158,8 +159,8 @@ def _check_characters(data: PromptData, characters: str) -> None:
         first = next(text for text in texts if not set(characters).issuperset(text))
         shown = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in missing[:20]) + (", …" if len(missing) > 20 else "")
         raise ConfigError(
-            f"model.tiny.characters: the alphabet {characters!r} lacks {shown}, which the problems need; the first such "
-            f"text: {first[:200]!r}"
+            f"model.tiny.characters: the alphabet {characters!r} lacks {shown}, which the problems need; "
+            f"the first such text: {first[:200]!r}"
         )
 
 
