@@ -57,7 +57,7 @@ def train(steps: int = 200, seed: int = 0) -> list[float]:
         for rows in torch.arange(len(ids)).split(48):
             logprobs = next_token_logprobs(policy(ids[rows]), ids[rows], mask[rows])
             loss = ppo_clip_loss(logprobs, old[rows], advantages[rows], mask[rows], clip_high=CLIP_HIGH)
-            (loss.sum / count).backward()
+            loss.over(count).backward()
         optimizer.step()
         optimizer.zero_grad()
         history.append(float(rewards.mean()))
