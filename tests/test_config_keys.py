@@ -71,6 +71,7 @@ def test_every_key_is_read_by_some_run(tmp_path: Path, cluster: None) -> None:
             "trainer.schedule_steps=100",
         ),
     ]
+    runs.append(unread(tmp_path, "auto", *DEBUG, "plan=auto", "profile.steps=1", "eval.problems=8"))
     if importlib.util.find_spec("vllm") is not None:
         runs.append(unread(tmp_path, "vllm", "rollout=vllm", "eval.problems=8"))
     keys = set().union(*(k for k, _ in runs))

@@ -1,9 +1,10 @@
 """One process of the reward pool: loads a function, scores items one by one. Started by path, imports little.
 
-It must end with its parent even when the function never returns to Python (a huge integer power holds the
-interpreter lock, so no thread runs). Hence the operating system does it: the socket to the parent is put in
-asynchronous mode, and the signal of the peer's end (SIGIO, whose default action is to terminate) needs no
-cooperation. It goes to the process group, hence also to what the function has forked. A parent-death signal would not do: it follows the *thread* that started the process.
+It must end with its parent even when the function never returns to Python (a huge integer power holds the interpreter
+lock, so no thread runs). Hence the operating system does it: the socket to the parent is put in asynchronous mode,
+and the signal of the peer's end (SIGIO, whose default action is to terminate) needs no cooperation. It goes to the
+process group, hence also to what the function has forked. A parent-death signal would not do: it follows the *thread*
+that started the process.
 """
 
 from __future__ import annotations
