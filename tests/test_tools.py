@@ -169,8 +169,8 @@ def test_evidence_names_the_experiments() -> None:
 def test_check_wheels_notices_an_undeclared_requirement(workspace: Path) -> None:
     """A wheel whose code needs what it does not declare must fail alone, however much is installed here."""
     source = workspace / "packages/rlinf-sched/src/rlinf_sched/profile.py"
-    source.write_text(source.read_text() + "\nimport yaml\n")
+    source.write_text(source.read_text() + "\nimport psutil\n")
     done = run(sys.executable, workspace / "tools/check_wheels", "rlinf-sched", cwd=workspace)
     assert done.returncode == 1
-    assert "No module named 'yaml'" in done.stdout
+    assert "No module named 'psutil'" in done.stdout
     assert "rlinf-sched: its tests fail" in done.stderr
