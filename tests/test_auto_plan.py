@@ -46,6 +46,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_profile_plan_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "profile"
     overrides = [*SMALL, "profile.steps=1"]

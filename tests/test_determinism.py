@@ -92,7 +92,7 @@ STREAMED_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path, streamed: bool) -> None:
     layout = [*LAYOUTS["spatial, two ranks each, portions of 3"], *(STREAMED if streamed else [])]
     first, again = result(tmp_path / "1", *layout), result(tmp_path / "2", *layout)
@@ -103,7 +103,7 @@ def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path, streamed: bool) -> No
         assert tokens(other[1]) != tokens(first[1])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path: Path, streamed: bool) -> None:
     how = STREAMED if streamed else []
     runs = {
