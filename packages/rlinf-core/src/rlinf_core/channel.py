@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +150,14 @@ class Writer(Out[Any]):
         with self._endpoint.clock.counting("wait"):
             pending = self._send(items, nowait=False)
             self._answer(_wait(self._endpoint, pending, timeout), items)
+
+    def put_many(self, values: Sequence[Any], keys: Sequence[Hashable]) -> None:
+        """Put several items with one message; each waits for its credit in turn."""
+        items = tuple(
+            item for value, key in zip(values, keys, strict=True) for item in self._prepare(value, (key,), 1.0)
+        )
+        if items:
+            self._put(items, None)
 
     def put_nowait(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)

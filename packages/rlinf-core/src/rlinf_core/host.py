@@ -405,6 +405,7 @@ class _LineForwarder(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._lock:
+            os.write(2, text.encode("utf-8", "replace"))  # the member's log file
             *lines, self._rest = (self._rest + text).split("\n")
             if lines and self._client.cancelled is None:
                 with contextlib.suppress(Cancelled):  # the run is ending: a print is no reason to fail

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from rlinf_core.config import Config, load_program
-from rlinf_core.errors import RLinfError, TraceError
+from rlinf_core.errors import RLinfError, TraceError, describe
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
@@ -78,6 +78,15 @@ class RunListener:
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(_HIDDEN))
         self._progress.note(f"{name}: {shown}")
 
+    def closing_words(self) -> None:
+        """What was recorded first and last under the same name of a metric, side by side."""
+        records = [r for r in self.summary.values() if isinstance(r, dict)]
+        names = dict.fromkeys(n for r in records for n in r if not n.startswith(_HIDDEN))
+        for name in names:
+            found = [r[name] for r in records if name in r]
+            if name == "accuracy" and len(found) > 1:
+                self._progress.note(f"{name}: {found[0]:.1%} -> {found[-1]:.1%}")
+
     def log(self, message: Log) -> None:
         for line in message.text.splitlines():
             if line.strip():
@@ -98,6 +107,16 @@ def _call_program(program: Callable[[Any, Any], Any], flow: Flow, cfg: Config) -
         raise RLinfError(
             f"the program called sys.exit({error.code!r}): return instead, or raise what is wrong"
         ) from error
+
+
+PLUGIN_SECTIONS = {"trainer": "rlinf.trainers", "rollout": "rlinf.rollouts"}
+"""Config sections whose ``name`` is a plugin that a worker loads: what it needs is looked for before Ray is started."""
+
+
+def _check_plugins(cfg: Config) -> None:
+    for section, group in PLUGIN_SECTIONS.items():
+        if section in cfg and "name" in cfg[section]:
+            Registry(group).load(cfg[section].name)
 
 
 def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan, FlatPlan]:
@@ -129,6 +148,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
     try:
         if cfg.plan == AUTO:
             cfg = _planned(cfg, recipe)
+        _check_plugins(cfg)
         program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
             plan_for(cfg, graph, local_info(cfg.cluster))  # faults of the plan show before Ray is started
@@ -193,6 +213,9 @@ def _drive(
         _call_program(program, flow, cfg)
         flow.finish()
         finished = True
+    except BaseException as error:
+        listener.summary["error"] = describe(error)
+        raise
     finally:
         progress.close()
         runtime.stop(orderly=finished)
@@ -207,6 +230,7 @@ def _drive(
                 raise  # otherwise the run's own failure is what the user must see
     if runtime.failure is not None:
         runtime.check()
+    listener.closing_words()
     _plot(directory, progress)
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ from rlinf_core.plan import FlatPlan
 from rlinf_core.types import ParallelInfo
 
 DEAD_EVERY_S = 2.0
+FEED_CHUNK = 64
+LAST_WORDS_S = 2.0
 STOP_GRACE_S = 5.0
 """How long ranks may take to end in order before they are killed."""
 CAUSE_WAIT_S = 3.0
@@ -366,8 +368,12 @@ class Runtime:
         def body() -> None:
             try:
                 self.send(Feeding(1))
-                for item in items():
-                    out.put(item, key=None if key is None else key(item))
+                given = items()
+                # What is all there goes in few messages; what is made item by item goes as it comes.
+                chunk = FEED_CHUNK if isinstance(given, Sequence) else 1
+                iterator = iter(given)
+                while part := list(itertools.islice(iterator, chunk)):
+                    out.put_many(part, [None if key is None else key(item) for item in part])
                 out.close()
             except Cancelled:
                 return  # the run is being stopped and its cause is known
@@ -484,17 +490,19 @@ class Runtime:
         self._stopped = True
         client = self._client
         grace = STOP_GRACE_S
+        ends: list[CallState] = []
         if client is not None and client.cancelled is None:
             try:
                 if orderly and self.failure is None:
-                    for group in self.groups:
-                        self._dispatch(group, "stop", "teardown", "", 0, lambda m: ((), {}))
+                    ends = [self._dispatch(g, "stop", "teardown", "", 0, lambda m: ((), {})) for g in self.groups]
                 else:
                     client.send(Cancel("the run is being stopped"))
                 client.send(Goodbye(DRIVER))
             except RLinfError:
                 grace = 0.0  # the hub is gone: nobody can be told
         late = self._launcher.stop(grace)
+        with self._condition:  # the last words of ranks that have ended may still be on their way
+            self._condition.wait_for(lambda: self.failure is not None or all(e.done for e in ends), LAST_WORDS_S)
         if late and orderly and self.failure is None:
             text = f"{', '.join(late)} did not end within {grace:g} s of the end of the run (teardown hangs?)"
             self.failure = Failure(late[0], text)

@@ -236,6 +236,11 @@ class WarmStart:
                 accuracy = self.accuracy(held_out)
                 progress(f"warm start: step {steps}, loss {loss:.3f}, held-out accuracy {accuracy:.1%}")
         self.trainer.restart_optimizer(self.trainer_cfg)
+        if accuracy < self.cfg.target_accuracy and self.cfg.max_steps > 0:
+            progress(
+                f"warm start: ended at warm_start.max_steps={self.cfg.max_steps} with {accuracy:.1%} right, short of "
+                f"warm_start.target_accuracy={self.cfg.target_accuracy:.1%} (few problems? see warm_start.problems)"
+            )
         return {"warm_start/steps": float(steps), "warm_start/accuracy": accuracy, "warm_start/loss": loss}
 
     def accuracy(self, rows: Sequence[Row]) -> float:

@@ -115,7 +115,7 @@ class WarmStart:
 
     problems: int = _key(1200, "problems of this phase, of those that are trained on", min=0)
     held_out: int = _key(200, "of those, problems that only the target accuracy is measured on", min=0)
-    max_steps: int = _key(2000, "most optimizer steps; 0 skips the phase", min=0)
+    max_steps: int = _key(600, "most optimizer steps; 0 skips the phase", min=0)
     batch_size: int = _key(128, "problems per optimizer step", min=1)
     target_accuracy: float = _key(0.3, "stop at this greedy accuracy on the held-out problems", min=0.0, max=1.0)
     check_every: int = _key(5, "optimizer steps between two measurements", min=1)
