@@ -529,3 +529,27 @@ def test_a_feed_that_ends_in_any_way_is_named(tmp_path: Path, what: BaseExceptio
 def test_ranks_that_compute_together_cannot_be_debugged_in_one_process(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"the 2 ranks of group 'adder' cannot compute together"):
         drive(toys.program, SMALL, tmp_path, devices=2)
+
+
+class Batcher(Worker):
+    device = False
+
+    @task
+    def write(self, items: Out[int]) -> None:
+        items.put_many(range(10), keys=["a", "b"] * 5, weights=[2.0] * 10)
+        items.put_many([])
+
+
+def test_put_many_keeps_order_keys_weights_and_credit(tmp_path: Path) -> None:
+    def program(flow: Any, cfg: Any) -> None:
+        writer, reader = flow.group("writer", Batcher), flow.group("reader", Reader)
+        for step in flow.steps(1):
+            items = step.channels("items")
+            writer.write(items)
+            step.report(cfg(reader, items))
+            step.join()
+
+    kept = drive(program, lambda r, c: r.first_of_key(c, "b"), tmp_path, devices=1, max_items=3)
+    assert (kept.metrics[0]["value"], kept.metrics[0]["rest"]) == (1, 9)
+    kept = drive(program, lambda r, c: r.weighted(c), tmp_path, devices=1)
+    assert (kept.metrics[0]["batches"], kept.metrics[0]["items"]) == (2, 10)

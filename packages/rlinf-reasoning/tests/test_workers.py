@@ -49,6 +49,10 @@ class Items(list[Any]):
     def batches(self, n: int | None = None) -> Iterator[list[Any]]:
         yield from map(list, self.portions)
 
+    def put_many(self, items: Any, keys: Any, weights: Any) -> None:
+        for item, key, weight in zip(items, keys, weights, strict=True):
+            self.put(item, key, weight)
+
     def put(self, item: Any, key: Any = None, weight: float = 1.0) -> None:
         self.append(item)
         self.keys.append(key)

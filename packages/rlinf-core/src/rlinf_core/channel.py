@@ -151,13 +151,15 @@ class Writer(Out[Any]):
             pending = self._send(items, nowait=False)
             self._answer(_wait(self._endpoint, pending, timeout), items)
 
-    def put_many(self, values: Sequence[Any], keys: Sequence[Hashable]) -> None:
-        """Put several items with one message; each waits for its credit in turn."""
-        items = tuple(
-            item for value, key in zip(values, keys, strict=True) for item in self._prepare(value, (key,), 1.0)
-        )
-        if items:
-            self._put(items, None)
+    def put_many(
+        self, items: Sequence[Any], keys: Sequence[Hashable] | None = None, weights: Sequence[float] | None = None
+    ) -> None:
+        keys = [None] * len(items) if keys is None else keys
+        weights = [1.0] * len(items) if weights is None else weights
+        rows = zip(items, keys, weights, strict=True)
+        entries = tuple(entry for item, key, weight in rows for entry in self._prepare(item, (key,), weight))
+        if entries:
+            self._put(entries, None)
 
     def put_nowait(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)

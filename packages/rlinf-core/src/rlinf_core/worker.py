@@ -9,7 +9,7 @@ import builtins
 import inspect
 import logging
 import typing
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,12 @@ class Out(Generic[T]):
 
     def put(self, item: T, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
         """Hand an item on; waits for credit (items and bytes). ``weight`` is what ``get_batch`` counts."""
+        raise _bare("Out")
+
+    def put_many(
+        self, items: Sequence[T], keys: Sequence[Hashable] | None = None, weights: Sequence[float] | None = None
+    ) -> None:
+        """Put several items with one message; each waits for its credit in turn, in order."""
         raise _bare("Out")
 
     def put_nowait(self, item: T, key: Hashable = None, weight: float = 1.0) -> None:

@@ -46,7 +46,9 @@ def installed() -> Iterator[str]:
     yield f"packages: {', '.join(ours)}"
     yield "libraries: " + ", ".join(f"{name} {found}" for name in OTHERS if (found := _version(name)))
     for group in GROUPS:
-        if group != "rlinf.recipes" and (names := Registry(group).names()):
+        known = KNOWN.get(group, {})
+        names = [n for n in Registry(group).names() if n not in known or not missing_imports(known[n].imports)]
+        if group != "rlinf.recipes" and names:
             yield f"{group.removeprefix('rlinf.')}: {', '.join(names)}"
     from rlinf_core.config import sources
 

@@ -33,8 +33,8 @@ class Reward(Worker):
             for sample in portion:
                 if sample.reward is None:
                     self.drop(sample, f"no reward: {sample.info['reward_error']}")
-                else:
-                    scored.put(sample, key=sample.group, weight=sample.num_tokens)
+            good = [sample for sample in portion if sample.reward is not None]
+            scored.put_many(good, [sample.group for sample in good], [sample.num_tokens for sample in good])
         return {"reward/errors": float(errors)}
 
     @task
