@@ -55,6 +55,14 @@ class Source(Counting):
         return {"source/loads": self.loads}
 
     @task
+    async def produce_inside_async(self, numbers: In[int], out: Out[int]) -> dict[str, float]:
+        with self.on_device():
+            async for n in numbers:
+                self.use()
+                await out.put_async(n)
+        return {"source/loads": self.loads}
+
+    @task
     def impatient(self, numbers: In[int], out: Out[int]) -> dict[str, float]:
         with self.on_device():
             out.put(1)
@@ -133,7 +141,7 @@ def gated() -> Iterator[int]:
         assert Sink.taken.acquire(timeout=20), "the sink never got the device"
 
 
-@pytest.mark.parametrize("produce", ["produce", "produce_inside"])
+@pytest.mark.parametrize("produce", ["produce", "produce_inside", "produce_inside_async"])
 @pytest.mark.parametrize("consume", ["consume", "consume_async"])
 def test_a_waiting_holder_gives_the_device_up(tmp_path: Path, produce: str, consume: str) -> None:
     kept = drive(flow_of(gated, produce, consume), None, tmp_path, devices=1, portion=1)

@@ -167,7 +167,7 @@ class Writer(Out[Any]):
 
     async def put_async(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
-        self._answer(await _awaited(self._endpoint.client, self._send(items, nowait=False)), items)
+        self._answer(await _awaited(self._endpoint, self._send(items, nowait=False)), items)
 
     def broadcast(self, item: Any, keys: Iterable[Hashable]) -> None:
         distinct = tuple(keys)
@@ -254,7 +254,7 @@ class Reader(In[Any]):
 
     async def get_async(self, key: Any = ..., timeout: float | None = None) -> Any:
         pending = self._send(_key(key), "items", 1, 0.0, False)
-        answer = await asyncio.wait_for(_awaited(self._endpoint.client, pending), timeout)
+        answer = await asyncio.wait_for(_awaited(self._endpoint, pending), timeout)
         return (await asyncio.get_running_loop().run_in_executor(None, self._answer, answer))[0]
 
     def get_batch(self, weight: float, timeout: float | None = None) -> list[Any]:
@@ -343,7 +343,8 @@ def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
     return value
 
 
-async def _awaited(client: HubClient, pending: Pending) -> Any:
+async def _awaited(endpoint: Endpoint, pending: Pending) -> Any:
+    client, sections = endpoint.client, endpoint.sections
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     wake = partial(_wake, loop, ready)
@@ -357,11 +358,15 @@ async def _awaited(client: HubClient, pending: Pending) -> Any:
     except asyncio.CancelledError:
         client.forget(pending)
         client.send(ev.CancelRequest(req=pending.req))
+        if sections.inside():
+            sections.regain()
         raise
     finally:
         client.off_offload(wake)
     if not pending.done:
         client.check()
+    if sections.inside():
+        sections.reload()
     return pending.value
 
 

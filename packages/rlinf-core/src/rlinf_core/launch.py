@@ -21,6 +21,8 @@ class Launcher(Protocol):
 
     def why_dead(self, member: str, timeout: float) -> str: ...
 
+    def poll_dead(self) -> dict[str, str]: ...
+
     def stop(self, timeout: float) -> list[str]: ...
 
 
@@ -146,5 +148,5 @@ class ThreadLauncher:
         return late
 
 
-def make_launcher(cluster: Cluster) -> RayLauncher | ThreadLauncher:
+def make_launcher(cluster: Cluster) -> Launcher:
     return ThreadLauncher() if cluster.debug else RayLauncher(cluster)

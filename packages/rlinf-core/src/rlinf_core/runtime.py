@@ -56,6 +56,8 @@ from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
 from rlinf_core.plan import FlatPlan
 from rlinf_core.types import ParallelInfo
 
+Arguments = Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Positional and named arguments of a call on one member."""
 DEAD_EVERY_S = 2.0
 FEED_CHUNK = 64
 LAST_WORDS_S = 2.0
@@ -290,7 +292,7 @@ class Runtime:
         task: str,
         step: str,
         index: int,
-        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+        arguments: Arguments,
     ) -> CallState:
         """Dispatch a task to all ranks of a group; ``arguments(member)`` gives each rank's."""
         return self._dispatch(group, "task", task, step, index, arguments)
@@ -302,7 +304,7 @@ class Runtime:
         task: str,
         step: str,
         index: int,
-        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+        arguments: Arguments,
     ) -> CallState:
         """As ``call``, but dispatched when ``after`` is done, and run at each rank's next safe point instead of after
         the calls that it has before this one."""
@@ -326,7 +328,7 @@ class Runtime:
         task: str,
         step: str,
         index: int,
-        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+        arguments: Arguments,
     ) -> CallState:
         state, calls = self._prepare(group, kind, task, step, index, arguments)
         self.send(*calls)
@@ -339,7 +341,7 @@ class Runtime:
         task: str,
         step: str,
         index: int,
-        arguments: Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]],
+        arguments: Arguments,
     ) -> tuple[CallState, list[Call]]:
         self.check()
         call_id = next(self._ids)

@@ -172,9 +172,6 @@ class Channel:
                 reader.queue.note_dropped(news)
         return tuple(gone)
 
-    def was_put(self, sample: str) -> bool:
-        return sample in self._seen
-
     def unread(self) -> int:
         return sum(1 for record in self.records.values() if record.to_hand)
 
