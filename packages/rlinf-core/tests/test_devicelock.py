@@ -35,8 +35,8 @@ from rlinf_core.devicelock import (
 from rlinf_core.errors import PlanError
 
 
-def spec(*devices: int, ranks: int = 1, order: int = 0, resident: bool = False) -> ReplicaSpec:
-    return ReplicaSpec(frozenset(devices), ranks, order, resident)
+def spec(*devices: int, ranks: int = 1, order: int = 0, resident: bool = False, together: str = "") -> ReplicaSpec:
+    return ReplicaSpec(frozenset(devices), ranks, order, resident, together)
 
 
 def make(**replicas: ReplicaSpec) -> DeviceLock:
@@ -146,17 +146,50 @@ class TestRules:
         assert lock.handle(Offloaded("a")) == []
         assert lock.holder_of(0) == ("a",)
 
-    def test_residents_and_cpu_stages_are_granted_at_once(self) -> None:
-        lock = make(sim=spec(0, resident=True), policy=spec(0, 1, resident=True), cpu=spec())
-        for name in ("sim", "policy", "cpu"):
-            assert lock.handle(Acquire(name, 0)) == [Grant(name, 0, load=True)]
-        assert lock.holder_of(0) == ("sim", "policy")
-        lock.handle(Release("sim", 0))
-        assert lock.handle(Acquire("sim", 0)) == [Grant("sim", 0)]
+    def test_cpu_stages_are_granted_at_once(self) -> None:
+        lock = make(cpu=spec(), gen=spec(0))
+        assert lock.handle(Acquire("gen", 0)) == [Grant("gen", 0, load=True)]
+        assert lock.handle(Acquire("cpu", 0)) == [Grant("cpu", 0, load=True)]
 
-    def test_resident_against_swapped_is_refused(self) -> None:
-        with pytest.raises(PlanError, match="actor is resident on device 0, which gen needs in turn"):
-            make(gen=spec(0), actor=spec(0, 1, resident=True))
+    def test_residents_take_turns_without_switching(self) -> None:
+        lock = make(gen=spec(0, resident=True), train=spec(0, 1, resident=True, order=1))
+        assert lock.handle(Acquire("gen", 0)) == [Grant("gen", 0, load=True)]
+        assert lock.handle(Acquire("train", 0)) == []
+        assert "device 0 with gen: in use by ranks 0" in lock.explain("train")
+        assert lock.handle(Release("gen", 0)) == [Grant("train", 0, load=True)]
+        assert lock.handle(Acquire("gen", 0)) == []
+        assert lock.handle(Release("train", 0)) == [Grant("gen", 0)], "still loaded"
+        assert lock.holder_of(0) == ("gen", "train")
+
+    def test_a_resident_beside_swapped_ones(self) -> None:
+        lock = make(stay=spec(0, resident=True), a=spec(0, order=1), b=spec(0, order=2))
+        lock.handle(Acquire("stay", 0))
+        assert lock.handle(Acquire("a", 0)) == [], "one at a time"
+        assert lock.handle(Release("stay", 0)) == [Grant("a", 0, load=True)]
+        assert lock.handle(Acquire("b", 0)) == []
+        assert lock.handle(Release("a", 0)) == [AskOffload("a", "b")], "only what is swapped is asked"
+        assert lock.handle(Offloaded("a", 0)) == [Grant("b", 0, load=True)]
+
+    def test_a_set_is_loaded_together_and_offloaded_as_a_whole(self) -> None:
+        lock = make(sim=spec(0, together="c"), policy=spec(0, order=1, together="c"), train=spec(0, order=2))
+        lock.handle(Acquire("sim", 0))
+        lock.handle(Acquire("policy", 0))
+        assert lock.handle(Acquire("train", 0)) == []
+        assert lock.handle(Release("sim", 0)) == [Grant("policy", 0, load=True)], "sim stays loaded meanwhile"
+        assert lock.handle(Acquire("sim", 0)) == []
+        assert lock.handle(Release("policy", 0)) == [Grant("sim", 0)], "nothing is loaded again"
+        assert lock.handle(Release("sim", 0)) == [AskOffload("sim", "train"), AskOffload("policy", "train")]
+        assert lock.handle(Offloaded("sim", 0)) == []
+        assert lock.handle(Offloaded("policy", 0)) == [Grant("train", 0, load=True)]
+
+    def test_who_waits_beside_is_not_offloaded_for_a_later_one(self) -> None:
+        lock = make(stay=spec(0, resident=True), a=spec(0, order=1), b=spec(0, order=2))
+        lock.handle(Acquire("a", 0))
+        lock.handle(Release("a", 0))
+        lock.handle(Acquire("stay", 0))
+        lock.handle(Acquire("a", 0))
+        assert lock.handle(Acquire("b", 0)) == [], "a is loaded and comes first"
+        assert lock.handle(Release("stay", 0)) == [Grant("a", 0)]
 
     def test_cancel_frees_the_reservation(self) -> None:
         lock = make(hold=spec(0), wide=spec(0, 1, order=1), slim=spec(1, order=2))
@@ -237,8 +270,24 @@ class World:
                 self.ranks[name, rank] = Rank(name, rank, self.rounds)
 
     def rivals(self, a: str, b: str) -> bool:
+        """Whether they must not both be loaded."""
         one, other = self.specs[a], self.specs[b]
-        return a != b and bool(one.devices & other.devices) and not (one.resident and other.resident)
+        return a != b and bool(one.devices & other.devices) and not one.fits_beside(other)
+
+    def beside(self, a: str, b: str) -> bool:
+        """Whether they share a device and may both be loaded."""
+        return a != b and bool(self.specs[a].devices & self.specs[b].devices) and not self.rivals(a, b)
+
+    def held_beside(self, name: str) -> bool:
+        return any(self.beside(name, other) and self.inside(other) for other in self.specs)
+
+    def at_rest(self, name: str) -> bool:
+        """Neither it nor one of its set on its devices is at work or kept for queued input."""
+        mine = self.specs[name].together
+        team = [
+            o for o in self.specs if o == name or (mine and self.specs[o].together == mine and self.beside(name, o))
+        ]
+        return not any(self.inside(o) or any(r.more for r in self.of(o)) for o in team)
 
     def feed(self, event: Any) -> None:
         waiting = {r.replica for r in self.ranks.values() if r.state == "waiting"}
@@ -249,6 +298,10 @@ class World:
                 assert not self.specs[out.replica].resident
                 assert not self.inside(out.replica), "asked to offload while in use"
                 assert not any(r.more for r in self.of(out.replica)), "asked though it has queued input"
+                mine = self.specs[out.replica]
+                for name, mate in self.specs.items():
+                    if mine.together and mate.together == mine.together and mate.devices & mine.devices:
+                        assert not self.inside(name), "asked while another one of its set is at work"
                 assert out.replica not in self.asked
                 self.asked[out.replica] = set(range(self.specs[out.replica].ranks))
 
@@ -264,6 +317,9 @@ class World:
             assert not ahead, "a consumer was let in before a producer that waits"
         for name in self.loaded:
             assert not self.rivals(name, grant.replica), "two replicas on one device"
+        for name, other in self.specs.items():
+            shares = name != grant.replica and other.devices & self.specs[grant.replica].devices
+            assert not (shares and self.inside(name)), "two replicas at work on one device"
         assert grant.replica not in self.asked, "let in while it offloads"
         self.loaded.add(grant.replica)
         rank.state = "inside"
@@ -321,7 +377,11 @@ class World:
 def worlds(chooser: random.Random, make_lock: Callable[[dict[str, ReplicaSpec]], Any]) -> World:
     specs = {
         f"r{i}": ReplicaSpec(
-            frozenset(chooser.sample(range(4), chooser.randint(1, 3))), chooser.randint(1, 3), chooser.randint(0, 3)
+            frozenset(chooser.sample(range(4), chooser.randint(1, 3))),
+            chooser.randint(1, 3),
+            chooser.randint(0, 3),
+            chooser.random() < 0.2,
+            chooser.choice(["", "", "", "x", "y"]),
         )
         for i in range(chooser.randint(2, 5))
     }
@@ -405,6 +465,8 @@ REPLICAS = st.lists(
         devices=st.frozensets(st.integers(0, 3), max_size=3),
         ranks=st.integers(1, 3),
         order=st.integers(0, 3),
+        resident=st.sampled_from([False, False, False, True]),
+        together=st.sampled_from(["", "", "x", "y"]),
     ),
     min_size=1,
     max_size=4,
@@ -412,12 +474,11 @@ REPLICAS = st.lists(
 
 
 class Machine(RuleBasedStateMachine):
-    """Random runs with deaths, cancellations, replicas that keep their devices, and residents on device 9."""
+    """Random runs with deaths, cancellations, replicas that keep their devices, residents and sets."""
 
-    @initialize(replicas=REPLICAS, residents=st.integers(0, 2))
-    def start(self, replicas: list[ReplicaSpec], residents: int) -> None:
+    @initialize(replicas=REPLICAS)
+    def start(self, replicas: list[ReplicaSpec]) -> None:
         specs = {f"r{i}": one for i, one in enumerate(replicas)}
-        specs.update({f"res{i}": ReplicaSpec(frozenset({9}), 1, i, resident=True) for i in range(residents)})
         self.world = World(specs, DeviceLock(specs), rounds=3)
 
     @rule(data=st.data(), more=st.booleans())
@@ -483,11 +544,15 @@ class Machine(RuleBasedStateMachine):
         for name in waiting:
             rivals = [other for other in world.specs if world.rivals(name, other)]
             held = [other for other in rivals if other in world.loaded]
-            idle = [o for o in held if not world.inside(o) and not any(r.more for r in world.of(o))]
-            assert all(other in world.asked for other in idle), "an idle holder was not asked to offload"
+            beside = [o for o in world.specs if o != name and world.beside(name, o)]
+            idle = [o for o in held if world.at_rest(o) and not (o in waiting and world.held_beside(o))]
             ahead = [o for o in rivals if o in waiting and world.specs[o].order <= world.specs[name].order]
             own = name in world.asked or world.inside(name)
-            assert held or ahead or own, "nothing holds it up"
+            at_work = [o for o in beside if world.inside(o)]
+            later = [o for o in beside if o in waiting]  # a new round gives way to who waits beside
+            if name not in world.loaded:
+                assert all(other in world.asked for other in idle), "an idle holder was not asked to offload"
+            assert held or ahead or own or at_work or (name in world.loaded and later), "nothing holds it up"
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

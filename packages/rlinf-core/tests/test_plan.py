@@ -322,8 +322,8 @@ class TestBadRequests:
     @pytest.mark.parametrize(
         ("spec", "fault"),
         [
-            ("hybrid", "plan: 'hybrid' is not available in this version (write the tree as a YAML file"),
-            ("auto", "plan: 'auto' is not available in this version (it needs a profile"),
+            ("hybrid", "plan: 'hybrid' is found by profiling"),
+            ("auto", "plan: 'auto' is found by profiling"),
             ("temporl", "plan: 'temporl' is not a mode (did you mean 'temporal'?)"),
             ("", "plan: '' is not a mode"),
             ("plans/none.yaml", "plan: there is no file 'plans/none.yaml'"),

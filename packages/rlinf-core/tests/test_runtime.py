@@ -38,7 +38,7 @@ def test_the_same_program_gives_the_same_under_every_plan_and_portion(tmp_path: 
 
 def test_a_swapped_stage_is_offloaded_only_when_another_wants_the_device(tmp_path: Path) -> None:
     shared = drive(toys.program, SMALL, tmp_path, plan="temporal", devices=1).metrics[-1]
-    assert (shared["onloads"], shared["offloads"]) == (3, 2)
+    assert (shared["onloads"], shared["offloads"]) == (3, 3), "an offload after set-up, then a switch per step"
     alone = drive(toys.program, SMALL, tmp_path, plan="spatial", devices=2).metrics[-1]
     assert (alone["onloads"], alone["offloads"]) == (1, 0)
 

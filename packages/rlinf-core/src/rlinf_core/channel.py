@@ -10,11 +10,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rlinf_core.board import events as ev
+from rlinf_core.callstats import Releases
 from rlinf_core.errors import (
     ChannelClosed,
     ChannelEmpty,
@@ -37,10 +38,39 @@ class Clock:
     wait: float = 0.0
     lock: float = 0.0
     switch: float = 0.0
+    switch_between: float = 0.0
+    """Switching since the last call ended."""
     aside: float = 0.0
     """Spent in other calls that were served while this one waited."""
     items: int = 0
     """Items taken so far, over all calls."""
+    began: float = 0.0
+    aside_before: float = 0.0
+    releases: Releases = field(default_factory=Releases)
+    """Of the running call."""
+
+    def start(self) -> None:
+        """A call begins."""
+        self.wait = self.lock = self.switch = 0.0
+        self.releases = Releases()
+        self.aside_before = self.aside
+        self.began = time.perf_counter()
+
+    @contextmanager
+    def another_call(self) -> Iterator[None]:
+        """A call that is run in the middle of this one: its time is ``aside`` for this one."""
+        began = time.perf_counter()
+        mine = (self.wait, self.lock, self.switch, self.began, self.aside_before, self.releases)
+        try:
+            yield
+        finally:
+            self.wait, self.lock, self.switch, self.began, self.aside_before, self.releases = mine
+            self.aside += time.perf_counter() - began
+
+    def worked(self) -> float:
+        """Seconds of its own work that the running call has done."""
+        aside = self.aside - self.aside_before
+        return time.perf_counter() - self.began - self.wait - self.lock - self.switch - aside
 
     @contextmanager
     def counting(self, what: str) -> Iterator[None]:
@@ -150,6 +180,11 @@ class Writer(Out[Any]):
         with self._endpoint.clock.counting("wait"):
             pending = self._send(items, nowait=False)
             self._answer(_wait(self._endpoint, pending, timeout), items)
+        self._note(items)
+
+    def _note(self, items: tuple[ev.Item, ...]) -> None:
+        clock = self._endpoint.clock
+        clock.releases.add([item.group for item in items], clock.worked())
 
     def put_many(
         self, items: Sequence[Any], keys: Sequence[Hashable] | None = None, weights: Sequence[float] | None = None
@@ -164,10 +199,12 @@ class Writer(Out[Any]):
     def put_nowait(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
         self._answer(self._endpoint.client.wait(self._send(items, nowait=True)), items)
+        self._note(items)
 
     async def put_async(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
         self._answer(await _awaited(self._endpoint, self._send(items, nowait=False)), items)
+        self._note(items)
 
     def broadcast(self, item: Any, keys: Iterable[Hashable]) -> None:
         distinct = tuple(keys)
@@ -185,7 +222,12 @@ class Reader(In[Any]):
 
     def __init__(self, endpoint: Endpoint, arg: ChannelArg) -> None:
         self.name = arg.channel
+        self._portion = arg.portion
         self._endpoint = endpoint
+
+    @property
+    def portion(self) -> int | None:
+        return self._portion
 
     def _send(self, key: Any, mode: ev.Mode, n: int | None, weight: float, nowait: bool) -> Pending:
         e = self._endpoint
@@ -289,7 +331,43 @@ class Reader(In[Any]):
             yield item
 
 
-def join(a: In[Any], b: In[Any], by: ev.JoinBy = "id") -> Iterator[tuple[Any, Any]]:
+class Joined:
+    """Matched items of two channels: iterate for single pairs, or ``batches()`` for lists of them."""
+
+    def __init__(self, a: Reader, b: Reader, by: ev.JoinBy) -> None:
+        self._a = a
+        self._b = b
+        self._by: ev.JoinBy = by
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        while pairs := self._take("items", 1):
+            yield from pairs
+
+    def batches(self, n: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
+        """Lists of ``n`` pairs (the plan's portion of the first channel by default), as ``In.batches``: the only way
+        for the ranks of a collective group, some of whose lists may be empty."""
+        if n is not None and n < 1:
+            raise ChannelError(f"join(…).batches() needs n >= 1, got {n}")
+        while (pairs := self._take("portion", ev.PLAN if n is None else n)) is not None:
+            yield pairs
+
+    def _take(self, mode: ev.Mode, n: int) -> list[tuple[Any, Any]] | None:
+        """The next pairs; ``None`` at the end."""
+        a, b, e = self._a, self._b, self._a._endpoint
+
+        def event(req: tuple[str, int]) -> Any:
+            pair = ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=self._by, mode=mode, n=n)
+            return AtSafePoint(pair) if e.sections.inside() else pair
+
+        with e.clock.counting("wait"):
+            pending = e.client.request(event, f"a matching pair of channels {a.name!r} and {b.name!r}")
+            try:
+                return a._answer(_wait(e, pending, None))
+            except EndOfChannel:
+                return None
+
+
+def join(a: In[Any], b: In[Any], by: ev.JoinBy = "id") -> Joined:
     """Matched items of two channels as ``(item of a, item of b)``, in the order in which matches complete.
 
     Matching is by account id (``by="id"``) or by channel key (``by="key"``) and happens in the hub, so several
@@ -300,24 +378,7 @@ def join(a: In[Any], b: In[Any], by: ev.JoinBy = "id") -> Iterator[tuple[Any, An
         raise ChannelError("join() takes two channels that the task was given as In[...] parameters")
     if by not in ("id", "key", "group"):
         raise ChannelError(f"join() matches by 'id', 'key' or 'group', got {by!r}")
-    return _joined(a, b, by)
-
-
-def _joined(a: Reader, b: Reader, by: ev.JoinBy) -> Iterator[tuple[Any, Any]]:
-    e = a._endpoint
-
-    def event(req: tuple[str, int]) -> Any:
-        pair = ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=by)
-        return AtSafePoint(pair) if e.sections.inside() else pair
-
-    while True:
-        with e.clock.counting("wait"):
-            pending = e.client.request(event, f"a matching pair of channels {a.name!r} and {b.name!r}")
-            try:
-                pairs = a._answer(_wait(e, pending, None))
-            except EndOfChannel:
-                return
-        yield from pairs
+    return Joined(a, b, by)
 
 
 def _key(key: Any) -> Any:

@@ -9,7 +9,9 @@ The unit is a *replica* (ranks that compute together). Its rules:
   needs it), whoever else waits. Ranks enter and leave; nested entries are counted.
 - A holder that leaves with ``more`` (it has queued input) keeps its devices and comes back; ``Idle`` gives
   them up. A holder that has left stays loaded until somebody else wants the devices (lazy offload).
-- A *resident* replica stays loaded and is never asked to offload; it shares devices with residents only.
+- A *resident* replica stays loaded and is never asked to offload. Replicas of one *set* (a cycle such as simulator and
+  policy) are loaded together and offloaded together. Either way those on one device take turns without switching: they
+  exclude each other in time, not in memory.
 - A dead replica's devices are free at once.
 
 What the caller owes: a rank that waits inside its section for something which only a waiting replica can
@@ -19,7 +21,7 @@ give must leave the section first (``get`` is such a safe point), and a task tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -28,12 +30,18 @@ from rlinf_core.errors import PlanError, nearest
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """``devices``: all it needs (none for a CPU stage). ``order``: place of its stage in the flow."""
+    """``devices``: all it needs (none for a CPU stage). ``order``: place of its stage in the flow. ``together``: name
+    of the set of stages that are loaded at the same time (empty: none)."""
 
     devices: frozenset[int]
     ranks: int = 1
     order: int = 0
     resident: bool = False
+    together: str = ""
+
+    def fits_beside(self, other: ReplicaSpec) -> bool:
+        """Whether both may be loaded on one device at the same time."""
+        return self.resident or other.resident or (self.together != "" and self.together == other.together)
 
 
 # ------------------------------------------------------------------ events
@@ -178,28 +186,18 @@ class _Replica:
 
 
 class DeviceLock:
-    """Who may use which devices. ``PlanError`` when a resident replica shares a device with a swapped one."""
+    """Who may use which devices."""
 
     def __init__(self, replicas: Mapping[str, ReplicaSpec]) -> None:
         self._replicas = {name: _Replica(name, spec) for name, spec in replicas.items()}
         self._sharing: dict[str, list[_Replica]] = {}
+        """Those that must be offloaded before it can load."""
+        self._beside: dict[str, list[_Replica]] = {}
+        """Those that may be loaded meanwhile but must not be at work."""
         for one in self._replicas.values():
-            rivals = [
-                other
-                for other in self._replicas.values()
-                if other is not one
-                and one.spec.devices & other.spec.devices
-                and not (one.spec.resident and other.spec.resident)
-            ]
-            for other in rivals:
-                if one.spec.resident != other.spec.resident:
-                    stay, swap = (one, other) if one.spec.resident else (other, one)
-                    shared = _devices(stay.spec.devices & swap.spec.devices)
-                    raise PlanError(
-                        f"{stay.name} is resident on {shared}, which {swap.name} needs in turn; "
-                        "swap both, or give them separate devices"
-                    )
-            self._sharing[one.name] = rivals
+            common = [o for o in self._replicas.values() if o is not one and one.spec.devices & o.spec.devices]
+            self._sharing[one.name] = [o for o in common if not one.spec.fits_beside(o.spec)]
+            self._beside[one.name] = [o for o in common if one.spec.fits_beside(o.spec)]
         self._clock = 0
         self._out: list[LockInstruction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -217,6 +215,12 @@ class DeviceLock:
         self._out = []
         self._handlers[type(event)](event)
         return self._out
+
+    def reorder(self, orders: Mapping[str, int]) -> None:
+        """Other places in the flow's order, from the next decision on."""
+        for name, order in orders.items():
+            replica = self._get(name)
+            replica.spec = replace(replica.spec, order=order)
 
     # ------------------------------------------------------------ what holds
 
@@ -246,6 +250,10 @@ class DeviceLock:
         if not me.waiting:
             return f"{replica} ({need}): {self._status(me)}"
         parts = [f"{replica} waits for {need} (ranks {_ranks(me.waiting)})"]
+        for other in self._beside[replica]:
+            if other.inside:
+                shared = _devices(other.spec.devices & me.spec.devices)
+                parts.append(f"{shared} with {other.name}: {self._status(other)}")
         for other in self._sharing[replica]:
             if other.state is not _State.OUT:
                 shared = _devices(other.spec.devices & me.spec.devices)
@@ -351,17 +359,20 @@ class DeviceLock:
         """Grant what can be granted, in order; ask idle holders to offload for the first waiters."""
         reserved: list[_Replica] = []
         for replica in sorted((r for r in self._replicas.values() if r.waiting), key=lambda r: r.place):
-            rivals = self._sharing[replica.name]
+            rivals, beside = self._sharing[replica.name], self._beside[replica.name]
             ahead = any(other in rivals for other in reserved)
+            free = not any(other.inside for other in beside)
             if replica.state is _State.HOLDING:
                 # Its rivals hold nothing. Late ranks always; a new round only if nobody before it waits, or
                 # its input is queued (it keeps what it has).
-                behind = any(other.waiting for other in rivals)
+                behind = any(other.waiting for other in (*rivals, *beside))
                 for rank in list(replica.waiting):
-                    if replica.is_late(rank) or replica.more or not (ahead or (replica.inside and behind)):
+                    allowed = replica.more or not (ahead or (replica.inside and behind))
+                    if replica.is_late(rank) or (free and allowed):
                         self._enter(replica, rank)
                 continue
-            if replica.state is _State.OUT and not ahead and all(other.state is _State.OUT for other in rivals):
+            loaded = any(other.state is not _State.OUT for other in rivals)
+            if replica.state is _State.OUT and free and not ahead and not loaded:
                 replica.state = _State.HOLDING  # all its devices at once, or none
                 replica.loaded.clear()
                 replica.to_load = set(range(replica.spec.ranks))
@@ -371,10 +382,19 @@ class DeviceLock:
             reserved.append(replica)
         for replica in reserved:
             for other in self._sharing[replica.name]:
-                if other.state is _State.HOLDING and not other.busy:
+                if other.state is _State.HOLDING and self._at_rest(other) and not self._before(other, replica):
                     other.state = _State.OFFLOADING
                     other.loaded = set(range(other.spec.ranks))
                     self._out.append(AskOffload(other.name, replica.name))
+
+    def _at_rest(self, replica: _Replica) -> bool:
+        """Neither it nor anyone of its set is at work or will come back at once: a set is offloaded as a whole."""
+        mates = [o for o in self._beside[replica.name] if o.spec.together and o.spec.together == replica.spec.together]
+        return not any(one.busy for one in (replica, *mates))
+
+    def _before(self, holder: _Replica, waiter: _Replica) -> bool:
+        """The holder itself waits, only for the one beside it to leave, and comes first in the flow."""
+        return bool(holder.waiting) and holder.place < waiter.place and any(o.inside for o in self._beside[holder.name])
 
     def _enter(self, replica: _Replica, rank: int) -> None:
         del replica.waiting[rank]

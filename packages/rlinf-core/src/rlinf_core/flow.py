@@ -91,6 +91,7 @@ class BoundCall:
             self.task.name,
             tuple(c.name for c in self.channels("in")),
             tuple(c.name for c in self.channels("out")),
+            self.task.ends,
         )
 
 

@@ -89,6 +89,16 @@ class PhaseGraph:
                     late.add(channel)
         return frozenset(late)
 
+    def cyclic(self) -> frozenset[str]:
+        """Channels inside a cycle: what is read from them decides, in the end, what is put into them."""
+        data, _ = self._call_edges()
+        home = {i: k for k, part in enumerate(_components(range(len(self.calls)), data)) for i in part}
+        return frozenset(
+            channel
+            for channel in self.channels
+            if {home[w] for w in self.writers(channel)} & {home[r] for r in self.readers(channel)}
+        )
+
     def blockers(self, channel: str) -> frozenset[tuple[str, str]]:
         """Pairs (held, needed) of groups: waiting for credit of the channel would hold up ``held``, and it is
         drained only once ``needed`` can work. If both need one device, the channel must take everything."""
@@ -233,6 +243,10 @@ class FlowGraph:
     def downstream(self, stage: str) -> set[str]:
         """Stages that what ``stage`` writes can reach; contains ``stage`` itself only in a cycle."""
         return _reachable(self.edges(), self.edges().get(stage, ()))
+
+    def in_cycle(self, a: str, b: str) -> bool:
+        """Whether two stages feed each other."""
+        return b in self.downstream(a) and a in self.downstream(b)
 
     def order(self) -> list[str]:
         """Stages so that producers come before their consumers; a cycle's stages stand together.

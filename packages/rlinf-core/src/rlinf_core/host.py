@@ -16,7 +16,6 @@ import io
 import logging
 import os
 import pickle
-import resource
 import shutil
 import signal
 import sys
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_core.board import events as ev
+from rlinf_core.callstats import DeviceMemory
 from rlinf_core.channel import Clock, Endpoint, Reader, Sections, Writer
 from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError, describe
 from rlinf_core.hub.client import HubClient
@@ -76,6 +76,11 @@ class HostSpec:
     code: bytes = b""
     """Zip of the recipe's folder, for nodes that do not have it."""
     uses_devices: bool = False
+    shares: bool = False
+    """Others use its devices too."""
+    swapped: bool = False
+    """It is offloaded for them."""
+    slots: int | None = None
     in_process: bool = False
     """Debug mode: a thread of the driver, which leaves the process's environment alone."""
 
@@ -120,6 +125,7 @@ class _Context:
         self.parallel = ParallelInfo(threads=spec.threads)
         self.seed = spec.seed
         self.run_dir = Path(spec.run_dir)
+        self.slots = spec.slots
         self.step = ""
         self.step_index = 0
         self._host = host
@@ -151,6 +157,10 @@ class Host(Sections):
         self.worker: Worker | None = None
         self._depth = 0
         self._loaded = False
+        self._running = 0
+        self._memory = DeviceMemory()
+        self._measures = spec.uses_devices and not spec.in_process
+        self._base_bytes = self._load_bytes = 0
 
     # Main loop (engine thread)
 
@@ -213,10 +223,29 @@ class Host(Sections):
         context.parallel = parallel
         worker._ctx = context
         # Threads of one process must not import torch or transformers for the first time side by side.
-        with _SETUP_LOCK if self.spec.in_process else contextlib.nullcontext():
+        with self._room_for_setup(), _SETUP_LOCK if self.spec.in_process else contextlib.nullcontext():
             worker.__init__()
             self.worker = worker
+            if not self.spec.swapped:
+                self._base_bytes = self._memory.in_use()
             worker.setup()
+            if self.spec.swapped:
+                worker.offload()
+                self._base_bytes = self._memory.in_use()
+
+    @contextmanager
+    def _room_for_setup(self) -> Iterator[None]:
+        """What is set up may be as large as what is loaded: a group that shares its devices takes its turn."""
+        if not self.spec.shares:
+            yield
+            return
+        self._acquire(again=False)
+        self._depth, self._loaded = 1, True  # a section inside ``setup`` is nested in this one, and loads nothing
+        try:
+            yield
+        finally:
+            self._loaded = False
+            self.exit_device()
 
     def _task(self, call: Call) -> Any:
         worker = self.worker
@@ -249,20 +278,22 @@ class Host(Sections):
         assert self.worker is not None
         context: Any = self.worker._ctx
         outer = (context.step, context.step_index, self._depth)
-        clock = (self.clock.wait, self.clock.lock, self.clock.switch)
-        began = time.perf_counter()
         self._depth = 0
         try:
-            self._run(call, partial(self._task, call))
+            with self.clock.another_call():
+                self._run(call, partial(self._task, call))
         finally:
             context.step, context.step_index, self._depth = outer
-            self.clock.wait, self.clock.lock, self.clock.switch = clock
-            self.clock.aside += time.perf_counter() - began
 
     def _run(self, call: Call, body: Callable[[], Any]) -> None:
-        self.clock.wait = self.clock.lock = self.clock.switch = 0.0
+        self.clock.start()
+        switch_before, self.clock.switch_between = self.clock.switch_between, 0.0
+        self._running += 1
         aside_before, items_before = self.clock.aside, self.clock.items
         start, began = time.time(), time.perf_counter()
+        self._load_bytes = 0
+        if self._measures:
+            self._memory.restart()
         value = b""
         ok, error, text, secondary = True, "", "", False
         try:
@@ -276,11 +307,32 @@ class Host(Sections):
         end = start + (time.perf_counter() - began)
         aside = self.clock.aside - aside_before
         clock, items = self.clock, self.clock.items - items_before
-        times = CallTimes(start, end, clock.wait, clock.lock, clock.switch, aside, items, _peak_bytes())
+        peak, resident = self._memory_of_call()
+        times = CallTimes(
+            start,
+            end,
+            clock.wait,
+            clock.lock,
+            clock.switch,
+            aside,
+            items,
+            peak,
+            resident,
+            switch_before,
+            clock.releases.puts,
+            clock.releases.curve(),
+        )
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()
+        self._running -= 1
         self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
         self.client.offload_if_wanted()
+
+    def _memory_of_call(self) -> tuple[int, int]:
+        """Peak and what loading added; nothing where no device is used or threads share one process."""
+        if not self._measures:
+            return 0, 0
+        return max(0, self._memory.peak() - self._base_bytes), self._load_bytes
 
     # Devices: what the hub's lock decides, done by this process. The replica holds them from the outermost entry to the
     # outermost exit, less the waits for input in between, and stays loaded until it is asked to offload.
@@ -311,10 +363,13 @@ class Host(Sections):
     def reload(self) -> None:
         if self._loaded:
             return
+        before = self._memory.in_use() if self._measures else 0
         with self.clock.counting("switch"):
             assert self.worker is not None
             self.worker.onload()
         self._loaded = True
+        if self._measures:
+            self._load_bytes = max(self._load_bytes, self._memory.in_use() - before)
 
     def _acquire(self, again: bool) -> None:
         member = self.spec.member
@@ -333,7 +388,7 @@ class Host(Sections):
 
     def _serve_offload(self) -> None:
         if self._loaded:
-            with self.clock.counting("switch"):
+            with self.clock.counting("switch" if self._running else "switch_between"):
                 assert self.worker is not None
                 self.worker.offload()
             self._loaded = False
@@ -341,14 +396,6 @@ class Host(Sections):
 
 
 _SETUP_LOCK = threading.Lock()
-
-
-def _peak_bytes() -> int:
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # torch may be half imported by another thread
-    if cuda is not None and cuda.is_available():
-        return int(cuda.max_memory_allocated())
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _pickled(call: Call, value: Any) -> bytes:

@@ -89,6 +89,8 @@ class LiveStep(Step):
         self._begin = time.time()
         self._joined = False
         self.metrics: dict[str, float] = {}
+        self.work: dict[str, float] = {}
+        """Seconds of own work by group: its tasks added up, each by its slowest rank."""
 
     def _open(self, name: str) -> ChannelRef:
         self._record.open(name)
@@ -111,7 +113,8 @@ class LiveStep(Step):
             barrier = cast(ev.Barrier, stage.barrier)
             # A replica that computes together adds its portions up: their order must not depend on timing.
             ordered = stage.collective and barrier == "group"
-            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered))
+            eager = name in self._traced.cyclic()
+            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered, eager))
         for index in self._traced.writers(name):
             for member in self._runtime.members(self._traced.calls[index].group):
                 events.append(ev.AddWriter(ref.full_name, f"{member}#{index}"))
@@ -142,7 +145,10 @@ class LiveStep(Step):
             if not isinstance(value, ChannelRef):
                 return value
             direction = call.task.directions[name]
-            return ChannelArg(value.full_name, direction, f"{member}#{index}" if direction == "out" else "")
+            if direction == "out":
+                return ChannelArg(value.full_name, direction, f"{member}#{index}")
+            portion = self._runtime.plan.portion_for(self.phase, value.name, call.group)
+            return ChannelArg(value.full_name, direction, portion=portion)
 
         def arguments(member: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
             named = zip(call.task.parameters, call.args, strict=False)
@@ -260,8 +266,9 @@ class LiveStep(Step):
         for handle in self._handles:
             state = handle._state
             results = list(state.results.values())
+            self.work[state.group] = self.work.get(state.group, 0.0) + max(r.times.work for r in results)
             rows = [(f"time/{state.task}_s", max(r.times.work for r in results))]
-            rows += [(name, max(getattr(r.times, part) for r in results)) for name, part in _WAITS.items()]
+            rows += [(name, max(_seconds(r, parts) for r in results)) for name, parts in _WAITS.items()]
             for name, spent in rows:
                 timings[name] = timings.get(name, 0.0) + spent
             covered += [(r.times.start, r.times.end) for r in results]
@@ -288,7 +295,11 @@ def _number(state: CallState, name: Any, value: Any) -> float:
     raise TraceError(f"{state.group}.{state.task}() is reported, so it returns numbers by name; it returned {kinds}")
 
 
-_WAITS = {"wait/items_s": "wait", "wait/devices_s": "lock", "time/switch_s": "switch"}
+_WAITS = {"wait/items_s": ("wait",), "wait/devices_s": ("lock",), "time/switch_s": ("switch", "switch_before")}
+
+
+def _seconds(result: CallResult, parts: tuple[str, ...]) -> float:
+    return float(sum(getattr(result.times, part) for part in parts))
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:

@@ -11,14 +11,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlinf_core.devicelock import ReplicaSpec
-from rlinf_core.errors import ConfigError, PlacementError, PlanError, nearest
+from rlinf_core.errors import PlacementError, PlanError, nearest
 from rlinf_core.graph import FlowGraph, StageSpec
 from rlinf_core.placement import ClusterInfo, Placement, format_placement, parse_placement
-from rlinf_core.plandata import Leaf, Node, Parallel, Pipe, Plan, Share, check_portion, leaves, sides
+from rlinf_core.plancheck import PlanCheck
+from rlinf_core.plandata import (
+    Cycle,
+    Leaf,
+    Node,
+    Parallel,
+    Pipe,
+    Plan,
+    Share,
+    check_portion,
+    leaves,
+    rebuilt,
+    sides,
+)
 
 __all__ = [
     "DEFAULT_PORTION",
     "MODES",
+    "SCHEDULED",
+    "Cycle",
     "FlatPlan",
     "GroupPlan",
     "Leaf",
@@ -36,13 +51,9 @@ __all__ = [
 
 DEFAULT_PORTION = 8
 """Items moved at once between pipelined stages when neither plan nor config says."""
-MAX_RANKS_PER_NODE = 1024
-"""Most ranks of a CPU stage per node: beyond, a slip of the pen is likelier than a wish."""
 MODES = ("temporal", "spatial")
-_LATER = {
-    "hybrid": "write the tree as a YAML file and give its path",
-    "auto": "it needs a profile and a planner",
-}
+SCHEDULED = ("auto", "hybrid")
+"""What a scheduler plugin finds by profiling: the best plan, and the best one of the hybrid family."""
 
 
 # ------------------------------------------------------------------ the flat view
@@ -51,13 +62,16 @@ _LATER = {
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """One group's ranks: ``processes[rank]`` are its device ids (``()`` for a CPU stage). ``order``: place of
-    the stage in the flow. ``resident``: it never has to give its devices up."""
+    the stage in the flow, or in the plan's own order. ``resident``: it is never offloaded. ``together``: the set of
+    stages that are loaded at the same time. ``slots``: what the plan chose for the engine."""
 
     name: str
     processes: tuple[tuple[int, ...], ...]
     resident: bool
     order: int
     collective: bool = False
+    together: str = ""
+    slots: int | None = None
 
     @property
     def devices(self) -> frozenset[int]:
@@ -66,6 +80,10 @@ class GroupPlan:
     def replica(self, rank: int) -> tuple[str, int]:
         """Name of the rank's replica in the device lock, and the rank inside it."""
         return (self.name, rank) if self.collective else (f"{self.name}[{rank}]", 0)
+
+    def spec(self, devices: frozenset[int], ranks: int) -> ReplicaSpec:
+        """What the device lock knows of one of its replicas."""
+        return ReplicaSpec(devices, ranks, self.order, self.resident, self.together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +104,21 @@ class FlatPlan:
         the reader waits for, so waiting for credit would be for ever."""
         return f"{phase}:{channel}" in self.spill
 
+    def shares(self, group: str) -> bool:
+        """Whether other groups use its devices too."""
+        mine = self.groups[group].devices
+        return any(mine & other.devices for name, other in self.groups.items() if name != group)
+
     def replica_specs(self) -> dict[str, ReplicaSpec]:
         """What the device lock is made from: one replica per collective group, one per rank of the others."""
         specs: dict[str, ReplicaSpec] = {}
         for group in self.groups.values():
             if group.collective:
-                specs[group.name] = ReplicaSpec(group.devices, len(group.processes), group.order, group.resident)
+                specs[group.name] = group.spec(group.devices, len(group.processes))
             else:
                 for rank, process in enumerate(group.processes):
                     name, _ = group.replica(rank)
-                    specs[name] = ReplicaSpec(frozenset(process), 1, group.order, group.resident)
+                    specs[name] = group.spec(frozenset(process), 1)
         return specs
 
 
@@ -139,11 +162,8 @@ def check_spec(spec: str) -> Plan | None:
     """
     if spec in MODES:
         return None
-    if spec in _LATER:
-        raise PlanError(
-            f"plan: {spec!r} is not available in this version ({_LATER[spec]}); "
-            f"available: {', '.join(MODES)}, or the path of a YAML file"
-        )
+    if spec in SCHEDULED:
+        raise PlanError(f"plan: {spec!r} is found by profiling, which `rlinf run` does before anything is planned")
     return _file_plan(spec)
 
 
@@ -151,10 +171,9 @@ def _file_plan(spec: str) -> Plan:
     path = Path(spec)
     looks_like_file = path.suffix in (".yaml", ".yml", ".json") or len(path.parts) > 1
     if not spec or (not _exists(path) and not looks_like_file):
-        known = (*MODES, *_LATER)
+        known = (*MODES, *SCHEDULED)
         raise PlanError(
-            f"plan: {spec!r} is not a mode{nearest(spec, known)}; give {', '.join(MODES)}, auto, "
-            "or the path of a YAML file"
+            f"plan: {spec!r} is not a mode{nearest(spec, known)}; give {', '.join(known)}, or the path of a YAML file"
         )
     if not _exists(path):
         raise PlanError(f"plan: there is no file {spec!r}")
@@ -185,31 +204,47 @@ def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int |
         raise PlanError(f"plan: {names} need devices and the cluster has none; set cluster.virtual_devices")
     tree: Node | None = None
     if mode == "temporal" or len(on_devices) == 1:
-        for stage in reversed(on_devices):
-            leaf = Leaf(stage.name, _spread(stage, list(range(total))), _leaf_portion(stage, portion, mode))
-            tree = leaf if tree is None else Share(leaf, tree)
+        everywhere = [
+            Leaf(stage.name, _spread(stage, list(range(total))), _leaf_portion(stage, portion, mode))
+            for stage in on_devices
+        ]
+        for part in reversed(_cycles(graph, everywhere, portion)):
+            tree = part if tree is None else Share(part, tree)
     elif on_devices:
         if total < len(on_devices):
             names = ", ".join(stage.name for stage in on_devices)
             raise PlanError(
-                f"plan: 'spatial' gives each device stage its own devices, but there are {len(on_devices)} "
-                "stages "
-                f"({names}) and {total} device{'s' if total != 1 else ''}; set cluster.virtual_devices to at "
-                "least "
+                f"plan: 'spatial' gives each device stage its own devices, but there are {len(on_devices)} stages "
+                f"({names}) and {total} device{'s' if total != 1 else ''}; set cluster.virtual_devices to at least "
                 f"{len(on_devices)}, or plan=temporal"
             )
         each, more = divmod(total, len(on_devices))
+        apart: list[Leaf] = []
         end = total
         for index in range(len(on_devices) - 1, -1, -1):
             stage = on_devices[index]
             start = end - each - (index < more)
             leaf = Leaf(stage.name, _spread(stage, list(range(start, end))), _leaf_portion(stage, portion, mode))
-            tree = leaf if tree is None else Pipe(leaf, tree, portion or DEFAULT_PORTION)
+            apart.insert(0, leaf)
             end = start
+        for part in reversed(_cycles(graph, apart, portion or DEFAULT_PORTION)):
+            tree = part if tree is None else Pipe(part, tree, portion or DEFAULT_PORTION)
     cpu = {name: graph.stages[name].ranks_fixed or 1 for name in order if not graph.stages[name].device}
     if portion is None and mode == "spatial":
         portion = DEFAULT_PORTION
     return Plan(mode, tree, cpu, total, graph.fingerprint(), portion)
+
+
+def _cycles(graph: FlowGraph, found: list[Leaf], portion: int | None) -> list[Node]:
+    """The leaves in the order of the flow, those that feed each other joined."""
+    parts: list[Node] = []
+    for leaf in found:
+        last = parts[-1] if parts else None
+        if last is not None and all(graph.in_cycle(leaf.stage, other.stage) for other in leaves(last)):
+            parts[-1] = Cycle(last, leaf, portion)
+        else:
+            parts.append(leaf)
+    return parts
 
 
 def _leaf_portion(stage: StageSpec, portion: int | None, mode: str) -> int | None:
@@ -241,11 +276,10 @@ def _with_portion(node: Node, portion: int, graph: FlowGraph) -> Node:
     if isinstance(node, Leaf):
         stage = graph.stages.get(node.stage)
         batch = stage is not None and stage.barrier == "batch"
-        return node if batch else Leaf(node.stage, node.devices, portion)
+        return node if batch else dataclasses.replace(node, portion=portion)
     left, right = (_with_portion(side, portion, graph) for side in sides(node))
-    if isinstance(node, Share):
-        return Share(left, right)
-    return Pipe(left, right, portion) if isinstance(node, Pipe) else Parallel(left, right)
+    new = rebuilt(node, left, right)
+    return dataclasses.replace(new, portion=portion) if isinstance(new, Pipe | Cycle) else new
 
 
 def _override(plan: Plan, graph: FlowGraph, cluster: ClusterInfo, placement: Mapping[str, str]) -> Plan:
@@ -272,11 +306,9 @@ def _override(plan: Plan, graph: FlowGraph, cluster: ClusterInfo, placement: Map
 
 def _moved(node: Node, moved: Mapping[str, str]) -> Node:
     if isinstance(node, Leaf):
-        return Leaf(node.stage, moved.get(node.stage, node.devices), node.portion)
+        return dataclasses.replace(node, devices=moved.get(node.stage, node.devices))
     left, right = (_moved(side, moved) for side in sides(node))
-    if isinstance(node, Share):
-        return Share(left, right)
-    return Pipe(left, right, node.portion) if isinstance(node, Pipe) else Parallel(left, right)
+    return rebuilt(node, left, right)
 
 
 # ------------------------------------------------------------------ checking
@@ -289,7 +321,7 @@ def validate(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> None:
 
 def flatten(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> FlatPlan:
     """The flat view of a plan, after checking it; raises like ``validate``."""
-    check = _Check(plan, graph, cluster)
+    check = PlanCheck(plan, graph, cluster)
     check.run()
     if check.faults:
         kind = PlacementError if all(isinstance(fault, PlacementError) for fault in check.faults) else PlanError
@@ -312,15 +344,31 @@ def flatten(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> FlatPlan:
 
 def _groups(plan: Plan, graph: FlowGraph, placed: Mapping[str, Placement]) -> dict[str, GroupPlan]:
     groups: dict[str, GroupPlan] = {}
+    turns = {name: turn for turn, name in enumerate(plan.order)}
+    mates = _sets(plan.tree)
     for order, name in enumerate(graph.order()):
         stage = graph.stages[name]
         if stage.device:
             mine = placed[name]
+            leaf = next(leaf for leaf in leaves(plan.tree) if leaf.stage == name)
             alone = not any(mine.devices & other.devices for rival, other in placed.items() if rival != name)
-            groups[name] = GroupPlan(name, mine.processes, alone, order, stage.collective)
+            resident = alone if leaf.resident is None else leaf.resident or alone
+            turn = turns.get(name, order)
+            together = mates.get(name, "")
+            groups[name] = GroupPlan(name, mine.processes, resident, turn, stage.collective, together, leaf.slots)
         else:
             groups[name] = GroupPlan(name, ((),) * plan.cpu[name], True, order, stage.collective)
     return groups
+
+
+def _sets(node: Node | None) -> dict[str, str]:
+    """By stage: the name of the outermost cycle that it is in."""
+    if node is None or isinstance(node, Leaf):
+        return {}
+    if isinstance(node, Cycle):
+        members = [leaf.stage for leaf in leaves(node)]
+        return dict.fromkeys(members, "+".join(members))
+    return {name: found for side in sides(node) for name, found in _sets(side).items()}
 
 
 def _portion_of(plan: Plan, graph: FlowGraph, writers: set[str], reader: str) -> int | None:
@@ -328,6 +376,8 @@ def _portion_of(plan: Plan, graph: FlowGraph, writers: set[str], reader: str) ->
     from it, else the plan's."""
     if graph.stages[reader].barrier == "batch":
         return None
+    if reader in plan.cpu_portion:
+        return plan.cpu_portion[reader]
     for leaf in leaves(plan.tree):
         if leaf.stage == reader and leaf.portion is not None:
             return leaf.portion
@@ -342,7 +392,8 @@ def _pipes_between(node: Node | None, above: set[str], below: set[str], depth: i
     if node is None or isinstance(node, Leaf):
         return
     one, other = sides(node)
-    if isinstance(node, Pipe) and _stages(one) & above and _stages(other) & below:
+    ways = [(one, other)] if isinstance(node, Pipe) else [(one, other), (other, one)] if isinstance(node, Cycle) else []
+    if isinstance(node, Pipe | Cycle) and any(_stages(up) & above and _stages(down) & below for up, down in ways):
         yield depth, node.portion
     yield from _pipes_between(one, above, below, depth + 1)
     yield from _pipes_between(other, above, below, depth + 1)
@@ -364,137 +415,3 @@ def _spills(graph: FlowGraph, groups: Mapping[str, GroupPlan]) -> Iterator[str]:
             )
             if channel in deferred or shared:
                 yield f"{phase.name}:{channel}"
-
-
-class _Check:
-    """Collects the faults of one plan."""
-
-    def __init__(self, plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> None:
-        self.plan = plan
-        self.graph = graph
-        self.cluster = cluster
-        self.faults: list[ConfigError] = []
-        self.placed: dict[str, Placement] = {}
-
-    def run(self) -> None:
-        plan, graph = self.plan, self.graph
-        have = len(self.cluster.devices)
-        if plan.flow and plan.flow != graph.fingerprint():
-            self._fault(
-                "flow",
-                f"{plan.flow!r} is another flow than this one ({graph.fingerprint()}); plan again, or remove the key",
-            )
-        if plan.devices is not None and plan.devices != have:
-            self._fault("devices", f"the plan was made for {plan.devices} devices, and the cluster has {have}")
-        if plan.tree is not None:
-            self._node(plan.tree, "tree")
-        for name, stage in graph.stages.items():
-            if stage.device and not any(leaf.stage == name for leaf in leaves(plan.tree)):
-                self._fault("tree", f"device stage {name!r} has no leaf")
-            if not stage.device:
-                self._cpu(stage)
-        for name in plan.cpu:
-            if name not in graph.stages:
-                self._fault(f"cpu.{name}", f"the flow has no stage {name!r}{nearest(name, graph.stages)}")
-            elif graph.stages[name].device:
-                self._fault(f"cpu.{name}", f"{name!r} is a device stage; give it a leaf in the tree")
-
-    def _cpu(self, stage: StageSpec) -> None:
-        ranks = self.plan.cpu.get(stage.name)
-        if ranks is None:
-            self._fault("cpu", f"CPU stage {stage.name!r} has no number of ranks")
-            return
-        nodes = len({device.node for device in self.cluster.devices} | {node.name for node in self.cluster.nodes})
-        if ranks > MAX_RANKS_PER_NODE * max(1, nodes):
-            self._fault(
-                f"cpu.{stage.name}", f"{ranks} ranks are more than {MAX_RANKS_PER_NODE} processes on each of the nodes"
-            )
-        self._ranks(stage, ranks, f"cpu.{stage.name}")
-
-    def _ranks(self, stage: StageSpec, ranks: int, where: str) -> None:
-        if stage.ranks_fixed is not None and ranks != stage.ranks_fixed:
-            self._fault(where, f"{stage.name!r} gets {ranks} ranks but the program fixes {stage.ranks_fixed}")
-        if stage.barrier == "batch" and not stage.collective and ranks > 1:
-            self._fault(
-                where,
-                f"{stage.name!r} needs the whole batch at once (barrier 'batch') and its ranks work alone: "
-                f"{ranks} ranks cannot share it; give it one rank, or make the worker collective",
-            )
-
-    def _node(self, node: Node, where: str) -> None:
-        if isinstance(node, Leaf):
-            self._leaf(node, f"{where}.leaf")
-            return
-        kind = "share" if isinstance(node, Share) else "pipe" if isinstance(node, Pipe) else "parallel"
-        where = f"{where}.{kind}"
-        names = {"share": ("first", "then"), "pipe": ("up", "down"), "parallel": ("a", "b")}[kind]
-        one, other = sides(node)
-        self._node(one, f"{where}.{names[0]}")
-        self._node(other, f"{where}.{names[1]}")
-        left = [leaf.stage for leaf in leaves(one) if leaf.stage in self.placed]
-        right = [leaf.stage for leaf in leaves(other) if leaf.stage in self.placed]
-        if left and right and not set(left) & set(right):
-            self._devices(kind, where, left, right)
-            self._flow(kind, where, left, right)
-
-    def _devices(self, kind: str, where: str, left: list[str], right: list[str]) -> None:
-        for a in left if kind != "share" else ():
-            for b in right:
-                common = sorted(self.placed[a].devices & self.placed[b].devices)
-                if common:
-                    self._fault(
-                        where,
-                        f"{a!r} and {b!r} run at the same time but both are placed on device "
-                        f"{', '.join(map(str, common))}; give them separate devices, or use share",
-                    )
-        if kind == "share" and not any(self.placed[a].devices & self.placed[b].devices for a in left for b in right):
-            self._fault(
-                where,
-                f"{_names(left)} and {_names(right)} are to take turns but have no device in common; place "
-                "them on "
-                "the same devices, or use pipe (plan=spatial) or parallel",
-            )
-
-    def _flow(self, kind: str, where: str, left: list[str], right: list[str]) -> None:
-        for a in left:
-            for b in right:
-                forth, back = b in self.graph.downstream(a), a in self.graph.downstream(b)
-                if kind == "parallel" and (forth or back):
-                    up, down = (a, b) if forth else (b, a)
-                    self._fault(where, f"{down!r} takes what {up!r} makes, so they are not parallel; use pipe or share")
-                elif kind == "share" and forth and back:
-                    self._fault(where, f"{a!r} and {b!r} feed each other, so they cannot take turns; use pipe")
-                elif kind != "parallel" and back and not forth:
-                    self._fault(where, f"{a!r} takes what {b!r} makes, so {b!r} must come first; swap the two sides")
-
-    def _leaf(self, leaf: Leaf, where: str) -> None:
-        stage = self.graph.stages.get(leaf.stage)
-        if stage is None:
-            known = nearest(leaf.stage, self.graph.stages)
-            self._fault(f"{where}.stage", f"the flow has no stage {leaf.stage!r}{known}")
-            return
-        if not stage.device:
-            self._fault(f"{where}.stage", f"{leaf.stage!r} runs on the CPU; give its ranks under 'cpu'")
-            return
-        if leaf.stage in self.placed:
-            self._fault(f"{where}.stage", f"{leaf.stage!r} has a leaf already")
-            return
-        if leaf.portion is not None and stage.barrier == "batch":
-            self._fault(
-                f"{where}.portion",
-                f"{leaf.portion} would break the barrier of {leaf.stage!r}, which needs the whole batch; remove it",
-            )
-        try:
-            placement = parse_placement(leaf.devices, self.cluster, where=f"plan {self.plan.name}: {where}.devices")
-        except PlacementError as error:
-            self.faults.append(error)
-            return
-        self.placed[leaf.stage] = placement
-        self._ranks(stage, len(placement.processes), f"{where}.devices")
-
-    def _fault(self, where: str, what: str) -> None:
-        self.faults.append(PlanError(f"plan {self.plan.name}: {where}: {what}"))
-
-
-def _names(stages: list[str]) -> str:
-    return " and ".join(repr(stage) for stage in stages)

@@ -2,8 +2,9 @@
 
 A tree has device stages at its leaves. ``share(first, then)``: both on the same devices, in turn (swapped).
 ``pipe(up, down, portion)``: on separate devices at the same time, items passing in portions.
-``parallel(a, b)``: on separate devices at the same time, nothing passing between them. CPU stages are in no
-tree; the plan gives their number of ranks.
+``parallel(a, b)``: on separate devices at the same time, nothing passing between them. ``cycle(a, b, portion)``: stages
+that feed each other (simulator and policy), loaded together; on separate devices at the same time, on the same ones in
+turn without switching. CPU stages are in no tree; the plan gives their number of ranks.
 
 YAML::
 
@@ -11,12 +12,16 @@ YAML::
     devices: 2                    # of the cluster it was made for (optional)
     flow: 1f0c9a...               # fingerprint of the flow it was made for (optional)
     cpu: {reward: 1}              # CPU stages: number of ranks
+    cpu_portion: {reward: 4}      # CPU stages: items at once (optional)
+    order: [generator, actor]     # whose turn is first among device stages that wait (optional; else as they flow)
     portion: null                 # items at once where leaf and pipe do not say; null: everything
     tree:
       pipe:
-        up: {leaf: {stage: generator, devices: "0"}}
-        down: {leaf: {stage: actor, devices: "1"}}
+        up: {leaf: {stage: generator, devices: "0", slots: 16}}
+        down: {leaf: {stage: actor, devices: "1", portion: 8}}
         portion: 8
+
+A portion is what one rank takes at once; ranks of a collective group share it.
 """
 
 from __future__ import annotations
@@ -36,11 +41,14 @@ from rlinf_core.errors import PlanError, nearest
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One device stage. ``devices``: placement text. ``portion``: items it takes at once (None: as the pipe
-    above says, or everything)."""
+    above says, or everything). ``slots``: concurrency slots or micro-batch (None: the engine's own setting).
+    ``resident``: it stays loaded while others use its devices (None: only where nobody else does)."""
 
     stage: str
     devices: str
     portion: int | None = None
+    slots: int | None = None
+    resident: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +72,20 @@ class Parallel:
     b: Node
 
 
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """Stages that feed each other. ``portion``: items of one sub-batch (None: everything)."""
+
+    a: Node
+    b: Node
+    portion: int | None = None
+
+
 MAX_DEPTH = 50
-Node: TypeAlias = Leaf | Share | Pipe | Parallel
-_SIDES = {"share": ("first", "then"), "pipe": ("up", "down"), "parallel": ("a", "b")}
+Branch: TypeAlias = Share | Pipe | Parallel | Cycle
+Node: TypeAlias = Leaf | Branch
+SIDES = {"share": ("first", "then"), "pipe": ("up", "down"), "parallel": ("a", "b"), "cycle": ("a", "b")}
+_KINDS: dict[str, type[Branch]] = {"share": Share, "pipe": Pipe, "parallel": Parallel, "cycle": Cycle}
 
 
 def leaves(node: Node | None) -> Iterator[Leaf]:
@@ -78,21 +97,39 @@ def leaves(node: Node | None) -> Iterator[Leaf]:
             yield from leaves(side)
 
 
-def sides(node: Share | Pipe | Parallel) -> tuple[Node, Node]:
+def sides(node: Branch) -> tuple[Node, Node]:
     """Both children, in the order of the flow."""
     if isinstance(node, Share):
         return node.first, node.then
     return (node.up, node.down) if isinstance(node, Pipe) else (node.a, node.b)
 
 
+def kind_of(node: Branch) -> str:
+    """``share``, ``pipe``, ``parallel`` or ``cycle``."""
+    return next(name for name, kind in _KINDS.items() if isinstance(node, kind))
+
+
+def rebuilt(node: Branch, left: Node, right: Node) -> Branch:
+    """The same node with other children."""
+    if isinstance(node, Share):
+        return Share(left, right)
+    if isinstance(node, Parallel):
+        return Parallel(left, right)
+    return Pipe(left, right, node.portion) if isinstance(node, Pipe) else Cycle(left, right, node.portion)
+
+
 # ------------------------------------------------------------------ the plan
+
+KEYS = ("name", "devices", "flow", "cpu", "cpu_portion", "order", "portion", "predicted", "tree")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``tree`` None: the flow has no device stage. ``devices`` and ``flow``: cluster size and fingerprint of the
     flow that it was made for (None and empty: any). ``portion``: items moved at once where neither leaf nor
-    pipe says (None: everything). ``predicted``: seconds by name, as a planner gave them."""
+    pipe says (None: everything). ``cpu_portion``: the same by CPU stage. ``order``: device stages in the order in which
+    they get devices that several wait for (empty: as they flow). ``predicted``: seconds by name, as a planner gave
+    them."""
 
     name: str
     tree: Node | None
@@ -101,6 +138,8 @@ class Plan:
     flow: str = ""
     portion: int | None = None
     predicted: dict[str, float] = field(default_factory=dict)
+    cpu_portion: dict[str, int] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as it stands in YAML and JSON."""
@@ -111,6 +150,10 @@ class Plan:
             data["flow"] = self.flow
         if self.cpu:
             data["cpu"] = dict(self.cpu)
+        if self.cpu_portion:
+            data["cpu_portion"] = dict(self.cpu_portion)
+        if self.order:
+            data["order"] = list(self.order)
         if self.portion is not None:
             data["portion"] = self.portion
         if self.predicted:
@@ -128,13 +171,17 @@ class Plan:
     @classmethod
     def from_dict(cls, data: object, *, source: str = "plan") -> Plan:
         """``PlanError`` names the path in the plan, the value and what is right. Unknown keys are refused."""
-        fields = _mapping(data, source, ("name", "devices", "flow", "cpu", "portion", "predicted", "tree"))
+        fields = _mapping(data, source, KEYS)
         if "tree" not in fields:
             raise PlanError(
                 f"{source}: has no key 'tree'; give share, pipe, parallel or leaf (null without device stages)"
             )
         tree = fields["tree"]
         cpu = _mapping(fields.get("cpu") or {}, f"{source}.cpu", None)
+        cpu_portion = _mapping(fields.get("cpu_portion") or {}, f"{source}.cpu_portion", None)
+        order = fields.get("order") or []
+        if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+            raise PlanError(f"{source}.order: {order!r} is not a list of device stages")
         predicted = _mapping(fields.get("predicted") or {}, f"{source}.predicted", None)
         for name, value in predicted.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -149,6 +196,8 @@ class Plan:
             flow=_text(fields.get("flow") or "", f"{source}.flow"),
             portion=check_portion(fields.get("portion"), f"{source}.portion"),
             predicted={name: float(value) for name, value in predicted.items()},
+            cpu_portion={name: _count(n, f"{source}.cpu_portion.{name}", "items") for name, n in cpu_portion.items()},
+            order=tuple(order),
         )
 
     @classmethod
@@ -175,7 +224,8 @@ class Plan:
         else:
             lines.extend(_describe(self.tree, "  "))
         for name, ranks in self.cpu.items():
-            lines.append(f"  {name}: {ranks} rank{'s' if ranks != 1 else ''} on the CPU")
+            portion = f", {_items(self.cpu_portion[name])} at once" if name in self.cpu_portion else ""
+            lines.append(f"  {name}: {ranks} rank{'s' if ranks != 1 else ''} on the CPU{portion}")
         for name, seconds in self.predicted.items():
             lines.append(f"  predicted {name}: {seconds:.3g} s")
         return "\n".join(lines)
@@ -184,11 +234,15 @@ class Plan:
 def _describe(node: Node, indent: str) -> list[str]:
     if isinstance(node, Leaf):
         portion = "" if node.portion is None else f", {_items(node.portion)} at once"
-        return [f"{indent}{node.stage} on {node.devices}{portion}"]
+        slots = "" if node.slots is None else f", {node.slots} slots"
+        stays = ", stays loaded" if node.resident else ""
+        return [f"{indent}{node.stage} on {node.devices}{portion}{slots}{stays}"]
     if isinstance(node, Share):
         head = "in turn on the same devices:"
     elif isinstance(node, Pipe):
         head = f"pipelined, {_items(node.portion)} at once:"
+    elif isinstance(node, Cycle):
+        head = f"feeding each other, {_items(node.portion)} at once:"
     else:
         head = "side by side:"
     one, other = sides(node)
@@ -214,14 +268,16 @@ def _load(text: str) -> object:
 def _node_to_dict(node: Node) -> dict[str, Any]:
     if isinstance(node, Leaf):
         body: dict[str, Any] = {"stage": node.stage, "devices": node.devices}
-        if node.portion is not None:
-            body["portion"] = node.portion
+        body |= {key: value for key in _LEAF[2:] if (value := getattr(node, key)) is not None}
         return {"leaf": body}
-    kind = "share" if isinstance(node, Share) else "pipe" if isinstance(node, Pipe) else "parallel"
-    body = {name: _node_to_dict(side) for name, side in zip(_SIDES[kind], sides(node), strict=True)}
-    if isinstance(node, Pipe) and node.portion is not None:
+    kind = kind_of(node)
+    body = {name: _node_to_dict(side) for name, side in zip(SIDES[kind], sides(node), strict=True)}
+    if isinstance(node, Pipe | Cycle) and node.portion is not None:
         body["portion"] = node.portion
     return {kind: body}
+
+
+_LEAF = ("stage", "devices", "portion", "slots", "resident")
 
 
 def _node_from(data: object, where: str, seen: set[int], depth: int = 1) -> Node:
@@ -235,27 +291,33 @@ def _node_from(data: object, where: str, seen: set[int], depth: int = 1) -> Node
                 f"{where}: a YAML alias puts a node there that is in the tree already; write each node once"
             )
         seen.add(id(data))
-    kinds = ("leaf", *_SIDES)
+    kinds = ("leaf", *SIDES)
     outer = _mapping(data, where, kinds)
     if len(outer) != 1:
         raise PlanError(f"{where}: {sorted(outer)} must be exactly one of {', '.join(kinds)}")
     kind, body = next(iter(outer.items()))
     where = f"{where}.{kind}"
     if kind == "leaf":
-        fields = _mapping(body, where, ("stage", "devices", "portion"))
+        fields = _mapping(body, where, _LEAF)
         for key in ("stage", "devices"):
             if key not in fields:
                 raise PlanError(f"{where}: has no key {key!r}")
         devices = fields["devices"]
         if isinstance(devices, int) and not isinstance(devices, bool):
             devices = str(devices)
+        slots, resident = fields.get("slots"), fields.get("resident")
+        if resident is not None and not isinstance(resident, bool):
+            raise PlanError(f"{where}.resident: {resident!r} is neither true nor false")
         return Leaf(
             _text(fields["stage"], f"{where}.stage"),
             _text(devices, f"{where}.devices"),
             check_portion(fields.get("portion"), f"{where}.portion"),
+            None if slots is None else _count(slots, f"{where}.slots", "slots"),
+            resident,
         )
-    one, other = _SIDES[kind]
-    fields = _mapping(body, where, (one, other, "portion") if kind == "pipe" else (one, other))
+    one, other = SIDES[kind]
+    portioned = kind in ("pipe", "cycle")
+    fields = _mapping(body, where, (one, other, "portion") if portioned else (one, other))
     for key in (one, other):
         if key not in fields:
             raise PlanError(f"{where}: has no key {key!r}; {kind} has {one} and {other}")
@@ -265,7 +327,8 @@ def _node_from(data: object, where: str, seen: set[int], depth: int = 1) -> Node
         return Share(left, right)
     if kind == "parallel":
         return Parallel(left, right)
-    return Pipe(left, right, check_portion(fields.get("portion"), f"{where}.portion"))
+    portion = check_portion(fields.get("portion"), f"{where}.portion")
+    return Pipe(left, right, portion) if kind == "pipe" else Cycle(left, right, portion)
 
 
 def _mapping(data: object, where: str, known: tuple[str, ...] | None) -> dict[str, Any]:

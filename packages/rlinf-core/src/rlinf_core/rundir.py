@@ -169,9 +169,9 @@ class RunDirectory:
 
         return self.write_text("config.yaml", yaml.safe_dump(to_json(config)[0], sort_keys=False, allow_unicode=True))
 
-    def write_plan(self, text: str) -> Path:
-        """``plan.yaml``: the plan as its own ``to_yaml`` wrote it."""
-        return self.write_text("plan.yaml", text)
+    def write_plan(self, text: str, name: str = "plan.yaml") -> Path:
+        """``plan.yaml``: the plan as its own ``to_yaml`` wrote it; ``plan-1.yaml``, …: what took its place later."""
+        return self.write_text(name, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """``summary.json``; ``non_finite`` counts the NaN and infinities that metrics and samples had."""

@@ -19,14 +19,14 @@ from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
 from rlinf_core.live import LiveFlow, LiveStep
 from rlinf_core.placement import ClusterInfo
-from rlinf_core.plan import FlatPlan, Plan, flatten, make_plan
+from rlinf_core.plan import SCHEDULED, FlatPlan, Plan, flatten, make_plan
 from rlinf_core.progress import Progress
 from rlinf_core.registry import Registry
+from rlinf_core.replan import Replanner, Replanning
 from rlinf_core.rundir import RunDirectory
 from rlinf_core.runtime import CallState, Runtime
 
 Observer = Callable[[CallState, list[CallResult]], None]
-AUTO = "auto"
 TRAIN = "train"
 """The phase whose steps count as training steps (the default of ``flow.steps``)."""
 _HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
@@ -41,6 +41,7 @@ class RunListener:
         self._progress = progress
         self._phase = ""
         self._trained_steps = 0
+        self.replanning: Replanning | None = None
         self.summary: dict[str, Any] = {}
 
     def step_begins(self, step: LiveStep) -> None:
@@ -60,6 +61,9 @@ class RunListener:
             reasons[reason] = reasons.get(reason, 0) + 1
         for reason, count in reasons.items():
             self._progress.note(f"{step.full_name}: {count} sample(s) dropped: {reason}")
+        if self.replanning is not None:
+            self.replanning.step_done(step.phase, step.index, step.work, step.metrics["time/step_s"])
+            self.summary["plan_changes"] = self.replanning.changes
 
     def spans(self, state: CallState, results: list[CallResult]) -> None:
         if self._observe is not None:
@@ -126,15 +130,17 @@ def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan,
     return plan, flatten(plan, graph, cluster)
 
 
-def _planned(cfg: Config, recipe: str) -> Config:
-    """``plan=auto``: let the scheduler plugin profile and plan; the configuration with the plan it found."""
+def _planned(cfg: Config, recipe: str) -> tuple[Config, Replanner | None]:
+    """``plan=auto`` or ``hybrid``: let the scheduler plugin profile and plan; the configuration with the plan it found,
+    and what may change that plan while it runs (plugins need not give it)."""
     schedule = Registry("rlinf.schedulers").load(cfg.scheduler)
-    place = RunDirectory.create(cfg.run_dir, f"{recipe}-auto", loggers=[])
+    place = RunDirectory.create(cfg.run_dir, f"{recipe}-{cfg.plan}", loggers=[])
     with place:
-        path = schedule(cfg, recipe, place.path)
+        found = schedule(cfg, recipe, place.path)
+    path, replanner = found if isinstance(found, tuple) else (found, None)
     chosen = Config({**cfg.to_dict(), "plan": str(path)})
     chosen.add_reads(cfg.reads)
-    return chosen
+    return chosen, replanner
 
 
 def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
@@ -146,8 +152,9 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
 
     previous = _on_sigterm()
     try:
-        if cfg.plan == AUTO:
-            cfg = _planned(cfg, recipe)
+        replanner: Replanner | None = None
+        if cfg.plan in SCHEDULED:
+            cfg, replanner = _planned(cfg, recipe)
         _check_plugins(cfg)
         program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
@@ -179,11 +186,28 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
                     sys_path=_user_path(cfg.program),
                     on_log=listener.log,
                 )
+                if replanner is not None:
+                    listener.replanning = Replanning(
+                        replanner,
+                        TRAIN,
+                        graph,
+                        cluster.info,
+                        plan,
+                        flat,
+                        partial(_adopt, runtime, directory, listener),
+                        progress.note,
+                    )
                 _drive(cfg, runtime, graph, groups, program, directory, listener, progress)
         return 0
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
+
+
+def _adopt(runtime: Runtime, directory: RunDirectory, listener: RunListener, plan: Plan, flat: FlatPlan) -> None:
+    assert listener.replanning is not None
+    runtime.adopt(flat)
+    directory.write_plan(plan.to_yaml(), f"plan-{listener.replanning.changes}.yaml")
 
 
 def _drive(

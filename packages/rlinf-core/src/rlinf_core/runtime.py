@@ -222,6 +222,9 @@ class Runtime:
             sys_path=self._sys_path,
             code=self._code,
             uses_devices=bool(devices),
+            shares=self.plan.shares(group.name),
+            swapped=bool(devices) and not self.plan.groups[group.name].resident,
+            slots=self.plan.groups[group.name].slots,
             in_process=self.cluster.debug,
         )
         return spec, node
@@ -246,7 +249,7 @@ class Runtime:
     def _setup(self, group: GroupSpec) -> CallState:
         members = self.members(group.name)
         collective = group.worker.collective and len(members) > 1
-        if collective and self.cluster.debug:
+        if collective and group.worker.process_group and self.cluster.debug:
             raise PlanError(
                 f"cluster.debug runs everything in one process, in which the {len(members)} ranks of group "
                 f"{group.name!r} cannot compute together: set cluster.virtual_devices=1 (or placement.{group.name}=0)"
@@ -279,6 +282,12 @@ class Runtime:
             return f"{missing} not set up within {limit}:\n{self.report()}"
 
         self.wait(lambda: state.done, timeout, late)
+
+    def adopt(self, plan: FlatPlan) -> None:
+        """From the next step on, another plan with the same processes: its portions and its order of turns."""
+        self.plan = plan
+        orders = {name: spec.order for name, spec in plan.replica_specs().items() if spec.devices}
+        self._server.call(lambda core: core.lock.reorder(orders) if core.lock is not None else None)
 
     # Steps
 

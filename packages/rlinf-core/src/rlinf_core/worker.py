@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterato
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 from rlinf_core.errors import TraceError
 from rlinf_core.types import ParallelInfo
@@ -36,6 +36,12 @@ class In(Generic[T]):
 
     name: str
 
+    @property
+    def portion(self) -> int | None:
+        """How many items the plan lets this rank take at once (``None``: everything). Only a task that cuts its own
+        work, such as a simulator into sub-batches, need look at it; ``batches()`` keeps to it by itself."""
+        raise _bare("In")
+
     def get(self, key: Hashable = ..., timeout: float | None = None) -> T:
         """Next item, of ``key`` or of any. Raises ``EndOfChannel``, ``ChannelPoisoned``, ``WaitTimeout``."""
         raise _bare("In")
@@ -56,7 +62,8 @@ class In(Generic[T]):
 
         For a stage with ``barrier = "group"`` only complete groups come, ``n`` is filled up to whole groups.
         For ``barrier = "batch"`` one list with everything. In a collective group every rank gets equally many
-        lists, some of which may be empty.
+        lists, some of which may be empty. On a channel inside a cycle, where waiting for a full portion could be for
+        ever, a list holds what is there now: at least one item and at most the portion.
         """
         raise _bare("In")
 
@@ -104,10 +111,27 @@ def _bare(kind: str) -> TraceError:
     )
 
 
-def task(function: F) -> F:
-    """Mark a method as a task that the flow may call."""
-    function._rlinf_task = True  # type: ignore[attr-defined]
-    return function
+@overload
+def task(function: F) -> F: ...
+
+
+@overload
+def task(*, ends: bool = False) -> Callable[[F], F]: ...
+
+
+def task(function: F | None = None, *, ends: bool = False) -> F | Callable[[F], F]:
+    """Mark a method as a task that the flow may call.
+
+    ``ends=True`` names it as the one that ends a cycle of channels (simulator and policy, say): it closes the output
+    that the others read, so that they see the end and close theirs.
+    """
+
+    def mark(method: F) -> F:
+        method._rlinf_task = True  # type: ignore[attr-defined]
+        method._rlinf_ends = ends  # type: ignore[attr-defined]
+        return method
+
+    return mark if function is None else mark(function)
 
 
 class WorkerContext(Protocol):
@@ -120,6 +144,7 @@ class WorkerContext(Protocol):
     parallel: ParallelInfo
     seed: int
     run_dir: Path
+    slots: int | None
     step: str
     step_index: int
 
@@ -136,13 +161,15 @@ class Worker:
     process's main thread.
 
     Class attributes say how the group may be scheduled: ``device`` (runs on devices; ``False`` for CPU stages),
-    ``collective`` (the ranks compute together and are dealt whole portions, e.g. a data-parallel trainer) and
+    ``collective`` (the ranks compute together and are dealt whole portions, e.g. a data-parallel trainer),
+    ``process_group`` (collective ranks that open a torch.distributed group, so that each needs a process) and
     ``barrier`` (``"item"``, ``"group"`` or ``"batch"``: what must be complete before the stage can work).
     ``ranks`` fixes the number of processes of a CPU stage.
     """
 
     device: bool = True
     collective: bool = False
+    process_group: bool = True
     barrier: str = "item"
     ranks: int = 1
 
@@ -179,6 +206,11 @@ class Worker:
         return self._ctx.run_dir
 
     @property
+    def slots(self) -> int | None:
+        """Concurrency slots or micro-batch that the plan chose for this stage; ``None``: the engine's own setting."""
+        return self._ctx.slots
+
+    @property
     def step(self) -> str:
         """Name of the step of the running task, e.g. ``train/3``."""
         return self._ctx.step
@@ -192,13 +224,15 @@ class Worker:
         return logging.getLogger(f"rlinf.{self._ctx.name}[{self._ctx.rank}]")
 
     def setup(self) -> None:
-        """Build what the tasks need (engines, models). Runs once, in the worker's process."""
+        """Build what the tasks need (engines, models). Runs once, in the worker's process; in a group that shares its
+        devices it runs while the group has them, and ``offload`` follows. The first section calls ``onload``."""
 
     def onload(self) -> None:
         """Bring state onto the device. Called when the group's turn comes, not before every task."""
 
     def offload(self) -> None:
-        """Take state off the device. Called only when another stage wants it."""
+        """Take state off the device. Called only when another stage wants it, and once after ``setup`` in a group that
+        shares its devices."""
 
     def teardown(self) -> None:
         """Free what ``setup`` made (pools, files). Runs when the run ends in order."""
@@ -267,6 +301,7 @@ class TaskSpec:
     name: str
     parameters: tuple[str, ...]
     directions: dict[str, str]
+    ends: bool = False
 
 
 class _AnyForUnknown(dict[str, Any]):
@@ -304,7 +339,8 @@ def task_spec(worker: type[Worker], name: str) -> TaskSpec:
         origin = typing.get_origin(annotation) or annotation
         if origin is In or origin is Out:
             directions[parameter.name] = "in" if origin is In else "out"
-    return TaskSpec(name, tuple(p.name for p in parameters), directions)
+    ends = bool(getattr(function, "_rlinf_ends", False))
+    return TaskSpec(name, tuple(p.name for p in parameters), directions, ends)
 
 
 def task_names(worker: type[Worker]) -> list[str]:

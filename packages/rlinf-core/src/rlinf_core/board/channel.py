@@ -77,6 +77,7 @@ class Channel:
             spec.barrier,
             spec.portion,
             order if spec.ordered and spec.barrier == "group" else None,
+            spec.eager,
         )
         self.readers[spec.group] = Reader(spec, queue)
 

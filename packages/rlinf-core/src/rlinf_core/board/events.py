@@ -86,6 +86,8 @@ class AddReader:
     barrier: Barrier = "item"
     portion: int | None = None
     ordered: bool = False
+    eager: bool = False
+    """A portion is what is there now, at least one item: the channel is in a cycle, and waiting could be for ever."""
 
 
 @dataclass(frozen=True, slots=True)

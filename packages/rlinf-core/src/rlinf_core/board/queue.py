@@ -89,8 +89,10 @@ class ReaderQueue:
         barrier: Barrier,
         portion: int | None,
         order: Sequence[str] | None = None,
+        eager: bool = False,
     ) -> None:
-        """``order``: all ids of the step as they enter; groups are then handed out in this order."""
+        """``order``: all ids of the step as they enter; groups are then handed out in this order. ``eager``: the plan's
+        portion is what is there, never waited for."""
         self.where = where
         self.group = group
         self.ranks = ranks
@@ -108,6 +110,7 @@ class ReaderQueue:
         self._shards: list[deque[tuple[_Spec, Atom]]] = [deque() for _ in range(ranks)]
         self._fair: int | None = None
         self._order = order
+        self._eager = eager
         self._cursor = 0
         self._past: set[str] = set()
         self._home: dict[str, str] = {}
@@ -225,6 +228,8 @@ class ReaderQueue:
         n = self.portion if want.n == PLAN else want.n
         if self.barrier == "batch":
             n = None
+        if self._eager and want.n == PLAN and self.barrier != "batch" and not self.ended:
+            return self._what_is_there(want, n)
         if n is None:
             if not self.ended:
                 return None
@@ -244,6 +249,16 @@ class ReaderQueue:
             if count >= n:
                 return picked
         return picked if self.ended else None
+
+    def _what_is_there(self, want: Want, n: int | None) -> list[Atom] | None:
+        picked: list[Atom] = []
+        count = 0
+        for atom in self._atoms(want.key):
+            if picked and n is not None and count + len(atom) > n:
+                break
+            picked.append(atom)
+            count += len(atom)
+        return picked or None
 
     def _take_shard(self, want: Want) -> tuple[Entry, ...] | _Drained | None:
         """Deal portion k once over all ranks; a rank's k-th request takes its shard of it."""

@@ -61,7 +61,7 @@ class CoreConfig:
     num_steps: int = field(default=MISSING, metadata={"min": 0, "help": "training steps"})
     seed: int = field(default=0, metadata={"min": 0, "help": "root of all random numbers of the run"})
     plan: str = field(
-        default="temporal", metadata={"help": "temporal, spatial, auto, or the path of a plan's YAML file"}
+        default="temporal", metadata={"help": "temporal, spatial, hybrid, auto, or the path of a plan's YAML file"}
     )
     portion: int | None = field(
         default=None, metadata={"min": 1, "help": "items moved downstream at once; null is the plan's own choice"}
@@ -77,12 +77,12 @@ class CoreConfig:
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    scheduler: str = field(default="m2flow", metadata={"help": "plugin that plans for plan=auto"})
+    scheduler: str = field(default="m2flow", metadata={"help": "plugin that plans for plan=auto and plan=hybrid"})
 
     def validate(self, root: Any) -> list[str]:
         from rlinf_core.errors import ConfigError
         from rlinf_core.placement import check_syntax
-        from rlinf_core.plan import check_spec
+        from rlinf_core.plan import SCHEDULED, check_spec
         from rlinf_core.registry import check_name
 
         problems: list[str] = []
@@ -91,7 +91,7 @@ class CoreConfig:
                 problems.append(f"loggers: {name!r} is there twice; each logger writes a run once")
             else:
                 problems += check_name("rlinf.loggers", name, "loggers")
-        if self.plan == "auto":
+        if self.plan in SCHEDULED:
             problems += check_name("rlinf.schedulers", self.scheduler, "scheduler")
         else:
             try:

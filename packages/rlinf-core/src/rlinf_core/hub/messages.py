@@ -26,6 +26,8 @@ class ChannelArg:
     channel: str
     direction: str
     writer: str = ""
+    portion: int | None = None
+    """For inputs: what the plan lets a rank take at once (``None``: everything)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,15 @@ class CallTimes:
     items: int = 0
     """Items that the call took from its channels."""
     peak_bytes: int = 0
-    """Most memory so far: of the accelerator's allocator where there is one, else of the process."""
+    """Most device memory during the call, above what the process has with everything offloaded."""
+    resident_bytes: int = 0
+    """Device memory that loading added (0: nothing was loaded in this call)."""
+    switch_before: float = 0.0
+    """Loading and offloading since the previous call ended."""
+    puts: int = 0
+    """Items that the call put."""
+    released: tuple[float, ...] = ()
+    """When 1/k, 2/k, … of what it made was out, in seconds of its own work (see ``callstats.Releases``)."""
 
     @property
     def work(self) -> float:
