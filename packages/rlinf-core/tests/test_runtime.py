@@ -553,3 +553,23 @@ def test_put_many_keeps_order_keys_weights_and_credit(tmp_path: Path) -> None:
     assert (kept.metrics[0]["value"], kept.metrics[0]["rest"]) == (1, 9)
     kept = drive(program, lambda r, c: r.weighted(c), tmp_path, devices=1)
     assert (kept.metrics[0]["batches"], kept.metrics[0]["items"]) == (2, 10)
+
+
+def test_ranks_that_compute_together_join_in_portions(tmp_path: Path) -> None:
+    def program(flow: Any, cfg: Any) -> None:
+        maker = flow.group("maker", toys.Maker, cfg)
+        doubler = flow.group("doubler", toys.Doubler, cfg)
+        trainer = flow.group("trainer", toys.PairTrainer, cfg)
+        for step in flow.steps(cfg["num_steps"]):
+            prompts, plain, doubled = step.channels("prompts", "plain", "doubled")
+            step.feed(prompts, lambda index=step.index: toys.prompts_of(index, cfg["prompts"], cfg["group_size"]))
+            maker.make(prompts, plain)
+            doubler.double(plain, doubled)
+            step.report(trainer.add(plain, doubled), reduce="sum")
+            step.join()
+
+    for portion in (None, 3):
+        found = drive(program, SMALL, tmp_path, plan="temporal", devices=2, portion=portion).metrics[0]
+        pairs = [2 * (p + i) ** 2 for p in range(SMALL["prompts"]) for i in range(SMALL["group_size"])]
+        assert found["pairs"] == sum(pairs)
+        assert found["portions"] == 2 * (1 if portion is None else -(-len(pairs) // 4)), "whole groups, the same on both"

@@ -157,3 +157,53 @@ def test_a_get_inside_a_section_that_times_out_has_its_device_again(tmp_path: Pa
 
     kept = drive(flow_of(late, "impatient"), None, tmp_path, devices=1, portion=1)
     assert [m["sum"] for m in kept.metrics] == [8, 8]
+
+
+class Slow(Counting):
+    """Its set-up notes when it has the device to itself."""
+
+    running: threading.Lock = threading.Lock()
+
+    def setup(self) -> None:
+        super().setup()
+        assert Slow.running.acquire(blocking=False), "two set-ups on one device at a time"
+        threading.Event().wait(0.05)
+        Slow.running.release()
+        self.loaded = True
+
+    def offload(self) -> None:
+        assert self.loaded
+        self.loaded = False
+
+
+class First(Slow):
+    @task
+    def produce(self, numbers: In[int], out: Out[int]) -> None:
+        for n in numbers:
+            with self.on_device():
+                self.use()
+                out.put(n)
+
+
+class Second(Slow):
+    @task
+    def consume(self, numbers: In[int]) -> dict[str, float]:
+        total = 0
+        for portion in numbers.batches():
+            with self.on_device():
+                self.use()
+                total += sum(portion)
+        return {"total": total}
+
+
+def test_groups_that_share_a_device_are_set_up_one_after_the_other_and_offloaded(tmp_path: Path) -> None:
+    def program(flow: Any, cfg: Any) -> None:
+        first, second = flow.group("first", First, cfg), flow.group("second", Second, cfg)
+        for step in flow.steps(1):
+            numbers, out = step.channels("numbers", "out")
+            step.feed(numbers, [1, 2, 3])
+            first.produce(numbers, out)
+            step.report(second.consume(out))
+            step.join()
+
+    assert drive(program, {}, tmp_path, devices=1).metrics[0]["total"] == 6

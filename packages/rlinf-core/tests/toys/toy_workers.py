@@ -202,3 +202,22 @@ class Machine(Worker):
             "threads": torch.get_num_threads(),
             "main_thread": float(threading.current_thread() is threading.main_thread()),
         }
+
+
+class PairTrainer(Worker):
+    """Two ranks that share the pairs of a join in whole portions, without a process group."""
+
+    collective = True
+    process_group = False
+    barrier = "group"
+
+    @task
+    def add(self, toys: In[Toy], doubled: In[Toy]) -> dict[str, float]:
+        total, portions = 0, 0
+        for pairs in join(toys, doubled, by="id").batches():
+            portions += 1
+            with self.on_device():
+                total += sum(a.value * b.value for a, b in pairs)
+                assert all(a.id == b.id for a, b in pairs)
+                self.trained([a for a, _ in pairs])
+        return {"pairs": total, "portions": portions}
