@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import drive
+from driving import Kept, drive
 
 from rlinf_core import In, Out, Worker, task
-from rlinf_core.errors import WaitTimeout
+from rlinf_core.errors import RLinfError, WaitTimeout
 
 
 class Counting(Worker):
@@ -207,3 +207,57 @@ def test_groups_that_share_a_device_are_set_up_one_after_the_other_and_offloaded
             step.join()
 
     assert drive(program, {}, tmp_path, devices=1).metrics[0]["total"] == 6
+
+
+class Keeper(Counting):
+    """Never returns its device."""
+
+    entered = threading.Event()
+    enough = threading.Event()
+
+    @task
+    def produce(self, numbers: In[int], out: Out[int]) -> None:
+        with self.on_device():
+            for n in numbers:
+                out.put(n)
+            Keeper.entered.set()
+            Keeper.enough.wait(60)
+
+    @task
+    def forget(self, numbers: In[int], out: Out[int]) -> None:
+        self.section = self.on_device()
+        self.section.__enter__()
+        for n in numbers:
+            out.put(n)
+
+
+def keeping(task_name: str) -> Any:
+    def program(flow: Any, cfg: Any) -> None:
+        keeper, sink = flow.group("keeper", Keeper, cfg), flow.group("sink", Second, cfg)
+        for step in flow.steps(1):
+            numbers, out = step.channels("numbers", "out")
+            step.feed(numbers, [1, 2, 3])
+            getattr(keeper, task_name)(numbers, out)
+            sink.consume(out)
+            step.join()
+
+    return program
+
+
+def test_a_stage_that_never_returns_its_devices_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlinf_core.hub import server
+
+    monkeypatch.setattr(server, "DEVICE_NOTE_S", 0.3)
+    monkeypatch.setattr(server, "STACKS_AFTER_S", 0.2)
+    kept = Kept()
+    Keeper.enough.clear()
+    said = r"(?s)keeper\[0\] did not return devices .*device 0 with keeper\[0\]: in use"
+    with pytest.raises(RLinfError, match=said):
+        drive(keeping("produce"), {}, tmp_path, devices=1, portion=1, stall_timeout_s=2.0, kept=kept)
+    Keeper.enough.set()
+    assert any("s already: sink[0] waits for device 0" in line for line in kept.logs), kept.logs
+
+
+def test_a_task_that_returns_inside_its_section_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RLinfError, match=r"forget\(\) returned inside its device section"):
+        drive(keeping("forget"), {}, tmp_path, devices=1)

@@ -241,6 +241,11 @@ class DeviceLock:
         found = sorted((r for r in self._replicas.values() if r.waiting), key=lambda r: r.place)
         return tuple((replica.name, rank) for replica in found for rank in replica.waiting)
 
+    def holders(self, replica: str) -> tuple[str, ...]:
+        """Who has what this replica needs: loaded rivals, and who is at work beside it."""
+        rivals = [other.name for other in self._sharing[replica] if other.state is not _State.OUT]
+        return (*rivals, *(other.name for other in self._beside[replica] if other.inside))
+
     def explain(self, replica: str) -> str:
         """Who holds what this replica waits for, as one line; for waits that reach their deadline."""
         me = self._get(replica)

@@ -298,6 +298,11 @@ class Host(Sections):
         ok, error, text, secondary = True, "", "", False
         try:
             value = _pickled(call, body())
+            if self._depth:
+                raise RLinfError(
+                    f"{call.task}() returned inside its device section, so nobody else would get the devices: leave it "
+                    "with `with self.on_device(): …`"
+                )
         except BaseException as cause:  # whatever ends a task is named: nothing may end this process in silence
             ok, text = False, _trimmed_traceback()
             error = f"the task called sys.exit({cause.code!r})" if isinstance(cause, SystemExit) else describe(cause)

@@ -271,6 +271,18 @@ class HubCore:
                 out += [(m, Offload()) for m, (name, _) in self.lock_replica.items() if name == instruction.replica]
         return out
 
+    def device_waits(self) -> dict[tuple[str, int], tuple[str, list[str]]]:
+        """Every wait for devices: what holds it up, in words, and the members that hold the devices."""
+        found: dict[tuple[str, int], tuple[str, list[str]]] = {}
+        for name, state in self.members.items():
+            for req in (r for r, what in state.waits.items() if what == "devices" and name in self.lock_replica):
+                assert self.lock is not None
+                replica = self.lock_replica[name][0]
+                holders = self.lock.holders(replica)
+                members = [m for m, (place, _) in self.lock_replica.items() if place in holders]
+                found[req] = (self.lock.explain(replica), members)
+        return found
+
     def report(self) -> str:
         """One line per member: what it does or waits for."""
         lines = []

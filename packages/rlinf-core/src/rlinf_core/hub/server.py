@@ -17,11 +17,13 @@ from typing import Any
 from rlinf_core.errors import describe
 from rlinf_core.hub import wire
 from rlinf_core.hub.core import HubCore, Outgoing
-from rlinf_core.hub.messages import DRIVER, Failure, Hello, Stacks
+from rlinf_core.hub.messages import DRIVER, Failure, Hello, Log, Stacks
 
 DEADLOCK_AFTER_S = 10.0
 """All open calls wait and no message has come for this long: nothing can move any more."""
 STACKS_AFTER_S = 3.0
+DEVICE_NOTE_S = 60.0
+"""A wait for devices is mentioned after this long, and again each time it has doubled."""
 
 
 class HubServer:
@@ -35,7 +37,10 @@ class HubServer:
         self._loop = asyncio.new_event_loop()
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._last_message = time.monotonic()
-        self._asked_stacks = 0.0
+        self._heard: dict[str, float] = {}
+        """When each member last said anything."""
+        self._device_waits: dict[tuple[str, int], tuple[float, float]] = {}
+        """Since when each wait for devices lasts, and after how many seconds it is next mentioned."""
         self._stacks: dict[str, str] = {}
         self._ready = threading.Event()
         self.address: tuple[str, int] = ("", 0)
@@ -116,7 +121,7 @@ class HubServer:
                     cause = f"{member} sent what cannot be read by the driver: {describe(error)}"
                     self._route(self.core.fail(Failure(member, cause, traceback.format_exc())))
                     return
-                self._last_message = time.monotonic()
+                self._last_message = self._heard[member] = time.monotonic()
                 self._decide(member, message)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError):
             pass  # the hub ends, the member left, or a stranger was turned away; what that means is decided below
@@ -146,6 +151,7 @@ class HubServer:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(0.5)
+            await self._watch_devices()
             silent = time.monotonic() - self._last_message
             if not any(s.calls for s in self.core.members.values()) or self.core.failure is not None:
                 continue
@@ -154,7 +160,23 @@ class HubServer:
             elif silent > self._stall_timeout:
                 await self._report_stall(silent)
 
-    async def _report_stall(self, silent: float) -> None:
+    async def _watch_devices(self) -> None:
+        """Say who holds devices that somebody waits long for; a holder that is silent all the while fails the run."""
+        now = time.monotonic()
+        waits = self.core.device_waits() if self.core.failure is None else {}
+        self._device_waits = {req: self._device_waits.get(req, (now, DEVICE_NOTE_S)) for req in waits}
+        for req, (since, note) in list(self._device_waits.items()):
+            text, holders = waits[req]
+            heard = max([since, *(self._heard.get(m, since) for m in holders)])
+            if holders and now - heard > self._stall_timeout:
+                limit = f"cluster.stall_timeout_s={self._stall_timeout:g}"
+                await self._report_stall(now - heard, f"{', '.join(holders)} did not return devices ({limit}): {text}")
+                return
+            if now - since > note:
+                self._device_waits[req] = (since, 2 * note)
+                self._route([(DRIVER, Log("run", "stderr", f"{now - since:.0f} s already: {text}"))])
+
+    async def _report_stall(self, silent: float, cause: str = "") -> None:
         self._stacks.clear()
         before = self._last_message
         self._route([(m, Stacks()) for m in self._writers if m != DRIVER])
@@ -162,7 +184,8 @@ class HubServer:
         mute = [m for m in self._writers if m != DRIVER and m not in self._stacks]
         self._last_message = before
         lines = [
-            f"no worker has said anything for {silent:.0f} s (cluster.stall_timeout_s={self._stall_timeout:g}):",
+            cause
+            or f"no worker has said anything for {silent:.0f} s (cluster.stall_timeout_s={self._stall_timeout:g}):",
             self.core.report(),
         ]
         if mute:
