@@ -26,6 +26,7 @@ class Context:
         self.cfg = cfg
         self.name, self.rank, self.world_size, self.seed = "stage", 0, 1, 5
         self.parallel = ParallelInfo()
+        self.slots: int | None = None
         self.step, self.step_index = "train/0", 0
         self.run_dir = run_dir
         self.accounted: list[tuple[str, tuple[str, ...], str]] = []
@@ -69,6 +70,7 @@ class Engine:
     """Answers every prompt with its own tokens, then the end token."""
 
     def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
         self.tokenizer = SimpleNamespace(
             encode=lambda text: [ord(c) for c in text],
             decode=lambda ids, skip_special_tokens: "".join(chr(i) for i in ids if i != 1),
@@ -97,6 +99,16 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling}, tmp_path)
     made.setup()
     return made
+
+
+def test_the_plan_decides_how_many_are_decoded_together(generator: Any) -> None:
+    made = worker(Generator, generator._ctx.cfg.to_dict() | {"rollout": {"name": "own", "max_num_seqs": 64}}, Path())
+    made._ctx.slots = 8
+    made.setup()
+    assert made.engine.cfg.max_num_seqs == 8
+    generator._ctx.slots = 8
+    with pytest.raises(ConfigError, match="the plan gives stage slots=8, and rollout=own has no slots"):
+        generator.setup()
 
 
 def test_generator_makes_a_sample_of_every_response(generator: Any) -> None:

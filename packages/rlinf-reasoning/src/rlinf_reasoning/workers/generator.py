@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlinf_core import In, Out, Prompt, Sample, Worker, task
+from rlinf_core.config import Config
 from rlinf_core.errors import ConfigError
 from rlinf_core.registry import Registry
 from rlinf_core.types import Generated, GenerateRequest, Rollout, SamplingParams
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
 class Generator(Worker):
     """Draws ``group_size`` responses for every prompt with the rollout backend that ``cfg.rollout.name`` names.
 
-    Reads ``cfg.rollout``, ``cfg.model``, ``cfg.sampling``. Random numbers are keyed by (seed, step, prompt, index),
-    so that the responses do not depend on which rank draws them or with what others.
+    Reads ``cfg.rollout`` (a plan's ``slots`` stand in for its ``max_num_seqs``), ``cfg.model``, ``cfg.sampling``.
+    Random numbers are keyed by (seed, step, prompt, index), so that the responses do not depend on which rank draws
+    them or with what others.
     """
 
     engine: Rollout
 
     def setup(self) -> None:
-        self.engine = Registry("rlinf.rollouts").load(self.cfg.rollout.name)(self.cfg.rollout)
+        rollout = self.cfg.rollout
+        if self.slots is not None:  # the plan decides how many are decoded together
+            if "max_num_seqs" not in rollout:
+                raise ConfigError(
+                    f"the plan gives {self.name} slots={self.slots}, and rollout={rollout.name} has no slots"
+                )
+            rollout = Config({**rollout.to_dict(), "max_num_seqs": self.slots})
+        self.engine = Registry("rlinf.rollouts").load(rollout.name)(rollout)
         self.engine.setup(self.cfg.model, self.parallel, seed=self.seed)
         sampling = self.cfg.sampling
         self.sampling = SamplingParams(
