@@ -94,6 +94,9 @@ class FlatPlan:
     groups: dict[str, GroupPlan]
     portion: dict[str, int | None] = field(default_factory=dict)
     spill: frozenset[str] = frozenset()
+    alternating: dict[str, frozenset[str]] = field(default_factory=dict)
+    """By group: those that share its devices and take what it makes, to which it gives way after each portion because
+    others wait for what comes out (a share upstream of a pipe). Other holders keep devices while they have input."""
 
     def portion_for(self, phase: str, channel: str, group: str) -> int | None:
         """Items that ``group`` takes from the channel at once; None is everything."""
@@ -103,6 +106,21 @@ class FlatPlan:
         """Whether the channel must take items beyond its limits: its writer holds a device (or a rank) that
         the reader waits for, so waiting for credit would be for ever."""
         return f"{phase}:{channel}" in self.spill
+
+    def gives_way(self) -> dict[str, tuple[str, ...]]:
+        """``alternating`` by member (rank of a group): only ranks that share its replica's devices count."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, others in self.alternating.items():
+            mine = self.groups[name]
+            for rank, process in enumerate(mine.processes):
+                devices = mine.devices if mine.collective else frozenset(process)
+                found[f"{name}[{rank}]"] = tuple(
+                    f"{other}[{place}]"
+                    for other in sorted(others)
+                    for place, theirs in enumerate(self.groups[other].processes)
+                    if devices & (self.groups[other].devices if self.groups[other].collective else frozenset(theirs))
+                )
+        return found
 
     def shares(self, group: str) -> bool:
         """Whether other groups use its devices too."""
@@ -339,7 +357,7 @@ def flatten(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> FlatPlan:
                 portion[f"{phase.name}:{channel}>{group}"] = found[-1]
             known = [n for n in found if n is not None]
             portion[f"{phase.name}:{channel}"] = min(known) if known else None
-    return FlatPlan(groups, portion, frozenset(_spills(graph, groups)))
+    return FlatPlan(groups, portion, frozenset(_spills(graph, groups)), _alternating(plan.tree, graph, False))
 
 
 def _groups(plan: Plan, graph: FlowGraph, placed: Mapping[str, Placement]) -> dict[str, GroupPlan]:
@@ -359,6 +377,19 @@ def _groups(plan: Plan, graph: FlowGraph, placed: Mapping[str, Placement]) -> di
         else:
             groups[name] = GroupPlan(name, ((),) * plan.cpu[name], True, order, stage.collective)
     return groups
+
+
+def _alternating(node: Node | None, graph: FlowGraph, feeds: bool) -> dict[str, frozenset[str]]:
+    """Producers in shares whose output goes on to a stage that runs at the same time (``feeds``)."""
+    if node is None or isinstance(node, Leaf):
+        return {}
+    one, other = sides(node)
+    found = _alternating(one, graph, feeds or isinstance(node, Pipe)) | _alternating(other, graph, feeds)
+    if isinstance(node, Share) and feeds:
+        for name in _stages(one):
+            takers = frozenset(b for b in _stages(other) if b in graph.downstream(name))
+            found[name] = found.get(name, frozenset()) | takers
+    return found
 
 
 def _sets(node: Node | None) -> dict[str, str]:

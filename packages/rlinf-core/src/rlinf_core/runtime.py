@@ -197,7 +197,8 @@ class Runtime:
             for rank, devices in enumerate(group.processes)
             if devices
         }
-        self._server.call(lambda core: core.set_lock(lock, replicas))
+        alternating = self.plan.gives_way()
+        self._server.call(lambda core: core.set_lock(lock, replicas, alternating))
 
     def _host_spec(self, group: GroupSpec, rank: int, devices: tuple[int, ...]) -> tuple[HostSpec, str]:
         info = self.cluster.info

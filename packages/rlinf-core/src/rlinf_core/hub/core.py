@@ -74,15 +74,28 @@ class HubCore:
         self._lock_reqs: dict[tuple[str, int], tuple[str, int]] = {}
         self._suspended: dict[tuple[str, int], tuple[str, int]] = {}
         """Waiting request -> (replica, rank) that left its section for the wait."""
+        self._alternating: dict[str, tuple[str, ...]] = {}
+        self._held_back: dict[str, Acquire] = {}
+        """Acquisitions that are not passed to the lock yet, by member."""
         self._regaining: dict[tuple[str, int], tuple[tuple[str, int], Any]] = {}
         """(replica, rank) -> the request and the answer it gets once it is in its section again."""
 
-    def set_lock(self, lock: DeviceLock, replicas: Mapping[str, tuple[str, int]]) -> None:
+    def set_lock(
+        self,
+        lock: DeviceLock,
+        replicas: Mapping[str, tuple[str, int]],
+        alternating: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        """``alternating``: by member, those that it gives way to after each portion (see ``FlatPlan.alternating``)."""
         self.lock = lock
         self.lock_replica = dict(replicas)
+        self._alternating = dict(alternating or {})
 
     def handle(self, member: str, message: Any) -> Outgoing:
         """Decide what one message of ``member`` causes."""
+        return self._handle(member, message) + self._let_in()
+
+    def _handle(self, member: str, message: Any) -> Outgoing:
         if isinstance(message, _BOARD_EVENTS):
             return self._board(member, message)
         if isinstance(message, AtSafePoint):
@@ -151,6 +164,10 @@ class HubCore:
 
     def lost(self, member: str) -> Outgoing:
         """The member's connection ended."""
+        self._held_back.pop(member, None)
+        return self._lost(member) + self._let_in()
+
+    def _lost(self, member: str) -> Outgoing:
         state = self.members.pop(member, None)
         if state is None or state.leaving or member == DRIVER:
             return []
@@ -238,17 +255,40 @@ class HubCore:
             raise ValueError(f"{member} has no devices in this plan")
         replica, rank = self.lock_replica[member]
         if isinstance(message, ReleaseDevices):
-            more = self._has_input(member)
+            more = self._has_input(member) and not self._gives_way(member)
             return self._lock_instructions(self.lock.handle(devicelock.Release(replica, rank, more)))
         if isinstance(message, Offloaded):
             return self._lock_instructions(self.lock.handle(devicelock.Offloaded(replica, rank)))
         if message.again and rank in self.lock.inside(replica):
             return [(member, Granted(message.req))]
-        self._lock_reqs[replica, rank] = message.req
         state = self.members[member]
+        if not message.again and self._gives_way(member):
+            self._held_back[member] = message
+            state.waits[message.req] = "devices"
+            return []
+        self._lock_reqs[replica, rank] = message.req
         out = self._lock_instructions(self.lock.handle(devicelock.Acquire(replica, rank)))
         if (replica, rank) in self._lock_reqs:
             state.waits[message.req] = "devices"
+        return out
+
+    def _gives_way(self, member: str) -> bool:
+        """Whether a stage that takes what this one makes, on its devices and in turn with it, is at work on that or
+        about to be: not so while it waits for more input, or for credit."""
+        for other in self._alternating.get(member, ()):
+            state = self.members.get(other)
+            if state is not None and state.calls and (not state.waits or "devices" in state.waits.values()):
+                return True
+        return False
+
+    def _let_in(self) -> Outgoing:
+        """Pass on the acquisitions of those that no longer have to give way."""
+        out: Outgoing = []
+        for member in [m for m in self._held_back if not self._gives_way(m)]:
+            message = self._held_back.pop(member)
+            state = self.members[member]
+            state.waits.pop(message.req, None)
+            out += self._device(member, message)
         return out
 
     def _lock_instructions(self, instructions: list[Any]) -> Outgoing:
@@ -280,7 +320,11 @@ class HubCore:
                 replica = self.lock_replica[name][0]
                 holders = self.lock.holders(replica)
                 members = [m for m, (place, _) in self.lock_replica.items() if place in holders]
-                found[req] = (self.lock.explain(replica), members)
+                text = self.lock.explain(replica)
+                if name in self._held_back:
+                    members = [m for m in self._alternating[name] if m in self.members]
+                    text = f"{name} gives way to {', '.join(members)}, which takes what it makes; {text}"
+                found[req] = (text, members)
         return found
 
     def report(self) -> str:
