@@ -123,8 +123,11 @@ def test_portions_groups_and_ranks() -> None:
     rig.put(B, "g/0", "h/0", group_size=2)
     assert first not in rig.answers
     rig.put(B, "g/1", group_size=2)
+    assert first not in rig.answers, "two items are the portion, but then one of the two ranks would have no group"
+    rig.put(A, "h/1", group_size=2)
+    rig.put(B, "h/1", group_size=2)
     assert rig.got(first) == [("a:g/0", "b:g/0"), ("a:g/1", "b:g/1")]
-    assert rig.got(rig.join(rank=1, mode="portion", n=ev.PLAN)) == []
+    assert rig.got(rig.join(rank=1, mode="portion", n=ev.PLAN)) == [("a:h/0", "b:h/0"), ("a:h/1", "b:h/1")]
 
 
 def test_nowait_and_cancel() -> None:

@@ -92,6 +92,10 @@ class Sections:
         """Whether the running task is in a section now."""
         return False
 
+    def yields(self) -> bool:
+        """Whether a wait now would let others have the devices: in a section, of devices that others use too."""
+        return False
+
     def regain(self) -> None:
         """Have the devices again after a wait inside a section that ended without an answer."""
 
@@ -244,7 +248,7 @@ class Reader(In[Any]):
                 weight=weight,
                 nowait=nowait,
             )
-            return AtSafePoint(get) if e.sections.inside() else get
+            return AtSafePoint(get) if e.sections.yields() else get
 
         return e.client.request(event, f"an item of channel {self.name!r}")
 
@@ -357,7 +361,7 @@ class Joined:
 
         def event(req: tuple[str, int]) -> Any:
             pair = ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=self._by, mode=mode, n=n)
-            return AtSafePoint(pair) if e.sections.inside() else pair
+            return AtSafePoint(pair) if e.sections.yields() else pair
 
         with e.clock.counting("wait"):
             pending = e.client.request(event, f"a matching pair of channels {a.name!r} and {b.name!r}")
@@ -396,7 +400,7 @@ def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
         client.forget(pending)
         if client.cancelled is None and not pending.done:
             client.send(ev.CancelRequest(req=pending.req))
-            if isinstance(error, WaitTimeout) and sections.inside():
+            if isinstance(error, WaitTimeout) and sections.yields():
                 sections.regain()
         raise
     if sections.inside():
@@ -419,7 +423,7 @@ async def _awaited(endpoint: Endpoint, pending: Pending) -> Any:
     except asyncio.CancelledError:
         client.forget(pending)
         client.send(ev.CancelRequest(req=pending.req))
-        if sections.inside():
+        if sections.yields():
             sections.regain()
         raise
     finally:

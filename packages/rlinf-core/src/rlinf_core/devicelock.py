@@ -217,10 +217,11 @@ class DeviceLock:
         return self._out
 
     def reorder(self, orders: Mapping[str, int]) -> None:
-        """Other places in the flow's order, from the next decision on."""
+        """Other places in the flow's order, from the next decision on; names that it does not have are left out."""
         for name, order in orders.items():
-            replica = self._get(name)
-            replica.spec = replace(replica.spec, order=order)
+            if name in self._replicas:
+                replica = self._replicas[name]
+                replica.spec = replace(replica.spec, order=order)
 
     # ------------------------------------------------------------ what holds
 
@@ -235,6 +236,10 @@ class DeviceLock:
     def inside(self, replica: str) -> tuple[int, ...]:
         """Ranks inside a section."""
         return tuple(sorted(self._get(replica).inside))
+
+    def is_late(self, replica: str, rank: int) -> bool:
+        """Whether peers of the rank are inside, in a round that it has not entered yet."""
+        return self._get(replica).is_late(rank)
 
     def waiting(self) -> tuple[tuple[str, int], ...]:
         """All waiting (replica, rank), in the order in which they are served."""

@@ -340,14 +340,16 @@ class Host(Sections):
         return max(0, self._memory.peak() - self._base_bytes), self._load_bytes
 
     # Devices: what the hub's lock decides, done by this process. The replica holds them from the outermost entry to the
-    # outermost exit, less the waits for input in between, and stays loaded until it is asked to offload.
+    # outermost exit, less the waits for input in between, and stays loaded until it is asked to offload. Where nobody
+    # else uses them there is nothing to ask.
 
     def enter_device(self) -> None:
         if not self.spec.uses_devices:
             return
         if self._depth == 0:
             self.client.serve_side_calls()
-            self._acquire(again=False)
+            if self.spec.shares:
+                self._acquire(again=False)
         self._depth += 1
         self.reload()
 
@@ -355,11 +357,14 @@ class Host(Sections):
         if not self.spec.uses_devices or self._depth == 0:
             return
         self._depth -= 1
-        if self._depth == 0 and self.client.cancelled is None:
+        if self._depth == 0 and self.spec.shares and self.client.cancelled is None:
             self.client.send(ReleaseDevices(member=self.spec.member))
 
     def inside(self) -> bool:
         return self._depth > 0
+
+    def yields(self) -> bool:
+        return self._depth > 0 and self.spec.shares
 
     def regain(self) -> None:
         self._acquire(again=True)

@@ -28,6 +28,7 @@ from rlinf_core.plandata import (
     rebuilt,
     sides,
 )
+from rlinf_core.spill import spills
 
 __all__ = [
     "DEFAULT_PORTION",
@@ -357,7 +358,8 @@ def flatten(plan: Plan, graph: FlowGraph, cluster: ClusterInfo) -> FlatPlan:
                 portion[f"{phase.name}:{channel}>{group}"] = found[-1]
             known = [n for n in found if n is not None]
             portion[f"{phase.name}:{channel}"] = min(known) if known else None
-    return FlatPlan(groups, portion, frozenset(_spills(graph, groups)), _alternating(plan.tree, graph, False))
+    turns = _alternating(plan.tree, graph, False)
+    return FlatPlan(groups, portion, frozenset(spills(graph, groups, turns)), turns)
 
 
 def _groups(plan: Plan, graph: FlowGraph, placed: Mapping[str, Placement]) -> dict[str, GroupPlan]:
@@ -432,17 +434,3 @@ def _pipes_between(node: Node | None, above: set[str], below: set[str], depth: i
 
 def _stages(node: Node) -> set[str]:
     return {leaf.stage for leaf in leaves(node)}
-
-
-def _spills(graph: FlowGraph, groups: Mapping[str, GroupPlan]) -> Iterator[str]:
-    for phase in graph.phases.values():
-        deferred = phase.deferred()
-        for channel in phase.channels:
-            shared = any(
-                held != needed
-                and groups[held].devices & groups[needed].devices
-                and not (groups[held].resident and groups[needed].resident)
-                for held, needed in phase.blockers(channel)
-            )
-            if channel in deferred or shared:
-                yield f"{phase.name}:{channel}"

@@ -190,13 +190,14 @@ class Runtime:
             self._await_setup(state, max(0.0, deadline - time.monotonic()))
 
     def _set_lock(self) -> None:
-        lock = DeviceLock(self.plan.replica_specs())
         replicas = {
             f"{name}[{rank}]": group.replica(rank)
             for name, group in self.plan.groups.items()
             for rank, devices in enumerate(group.processes)
-            if devices
+            if devices and self.plan.shares(name)  # the others hold theirs for good and never ask
         }
+        names = {replica for replica, _ in replicas.values()}
+        lock = DeviceLock({name: spec for name, spec in self.plan.replica_specs().items() if name in names})
         alternating = self.plan.gives_way()
         self._server.call(lambda core: core.set_lock(lock, replicas, alternating))
 
@@ -287,7 +288,7 @@ class Runtime:
     def adopt(self, plan: FlatPlan) -> None:
         """From the next step on, another plan with the same processes: its portions and its order of turns."""
         self.plan = plan
-        orders = {name: spec.order for name, spec in plan.replica_specs().items() if spec.devices}
+        orders = {name: spec.order for name, spec in plan.replica_specs().items()}
         self._server.call(lambda core: core.lock.reorder(orders) if core.lock is not None else None)
 
     # Steps

@@ -241,12 +241,14 @@ class ReaderQueue:
             n = self._fair
         elif not self.ended and len(self._entries) < n:
             return None
+        # A plan's portion of whole groups has one for every rank that shares it, or some would have nothing to do.
+        least = self.ranks if self.collective and self.barrier == "group" and want.n == PLAN else 1
         picked: list[Atom] = []
         count = 0
         for atom in self._atoms(want.key):
             picked.append(atom)
             count += len(atom)
-            if count >= n:
+            if count >= n and len(picked) >= least:
                 return picked
         return picked if self.ended else None
 

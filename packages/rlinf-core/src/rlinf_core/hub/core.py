@@ -265,7 +265,7 @@ class HubCore:
         if not message.again and self._gives_way(member):
             self._held_back[member] = message
             state.waits[message.req] = "devices"
-            return []
+            return self._idle(member)  # nor does it keep the devices meanwhile
         self._lock_reqs[replica, rank] = message.req
         out = self._lock_instructions(self.lock.handle(devicelock.Acquire(replica, rank)))
         if (replica, rank) in self._lock_reqs:
@@ -274,8 +274,11 @@ class HubCore:
 
     def _gives_way(self, member: str) -> bool:
         """Whether a stage that takes what this one makes, on its devices and in turn with it, is at work on that or
-        about to be: not so while it waits for more input, or for credit."""
-        for other in self._alternating.get(member, ()):
+        about to be: not so while it waits for more input, or for credit. Nor does a rank whose peers are at work: their
+        round needs it."""
+        if member not in self._alternating or self.lock is None or self.lock.is_late(*self.lock_replica[member]):
+            return False
+        for other in self._alternating[member]:
             state = self.members.get(other)
             if state is not None and state.calls and (not state.waits or "devices" in state.waits.values()):
                 return True
