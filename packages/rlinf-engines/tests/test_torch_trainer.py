@@ -255,12 +255,115 @@ def test_decay_spares_norms_and_biases(make_trainer: Any) -> None:
         assert {p.dim() > 1 for p in group["params"]} == {group["weight_decay"] > 0}
 
 
-def test_onload_and_offload_change_nothing_on_a_cpu(make_trainer: Any, make_batch: Any) -> None:
-    trainer = make_trainer()
+def history(trainer: TorchTrainer, make_batch: Any, loss: Any, switch: Any, folder: Path) -> list[Any]:
+    """All that two optimizer steps of two micro-batches give, with ``switch`` called between any two calls."""
+    seen: list[Any] = []
+    for step in range(2):
+        for part in range(2):
+            switch()
+            seen.append(trainer.accumulate(make_batch(seed=10 * step + part), loss)[0])
+            switch()
+            seen.append(trainer.gradients())
+        switch()
+        seen.append(trainer.step(40.0))
+        switch()
+        seen.append(trainer.logprobs(make_batch(seed=99)))
+        switch()
+        seen.append(weights(trainer))
+        switch()
+        trainer.save(folder / f"step{step}")
+    switch()
+    trainer.load(folder / "step0")
+    switch()
+    trainer.export(folder / "hf")
+    switch()
+    trainer.accumulate(make_batch(seed=7), loss)
+    switch()
+    seen += [trainer.step(20.0), weights(trainer)]
+    return seen
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_switches_between_any_two_calls_change_no_bit(
+    make_trainer: Any, make_batch: Any, loss: Any, dtype: str, tmp_path: Path
+) -> None:
+    def there_and_back() -> None:
+        switched.offload()
+        switched.onload()
+
+    plain, switched = make_trainer(dtype), make_trainer(dtype)
+    expected = history(plain, make_batch, loss, lambda: None, tmp_path / "plain")
+    found = history(switched, make_batch, loss, there_and_back, tmp_path / "switched")
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert same(a, b), number
+
+
+def test_weights_mapped_from_a_checkpoint_are_switched(
+    make_trainer: Any, make_model: Any, make_batch: Any, tmp_path: Path
+) -> None:
+    make_trainer("float32").export(tmp_path / "hf")
+    trainer = make_trainer(model=make_model("float32", path=str(tmp_path / "hf")))
     first = trainer.logprobs(make_batch())
-    trainer.offload()
-    trainer.onload()
+    for _ in range(2):
+        trainer.offload()
+        trainer.onload()
     assert torch.equal(first, trainer.logprobs(make_batch()))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["accumulate", "logprobs", "step", "gradients", "weights", "save", "load", "export", "restart_optimizer"],
+)
+def test_use_while_offloaded_is_refused_and_changes_nothing(
+    make_trainer: Any, make_batch: Any, loss: Any, what: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer()
+    trainer.save(tmp_path / "c")
+    trainer.accumulate(make_batch(), loss)
+    before = grads(trainer), weights(trainer)
+    trainer.offload()
+    calls = {
+        "accumulate": lambda: trainer.accumulate(make_batch(), loss),
+        "logprobs": lambda: trainer.logprobs(make_batch()),
+        "step": lambda: trainer.step(1.0),
+        "gradients": trainer.gradients,
+        "weights": lambda: next(trainer.weights()),
+        "save": lambda: trainer.save(tmp_path / "c"),
+        "load": lambda: trainer.load(tmp_path / "c"),
+        "export": lambda: trainer.export(tmp_path / "hf"),
+        "restart_optimizer": lambda: trainer.restart_optimizer(trainer.cfg),
+    }
+    with pytest.raises(RLinfError, match=f"trainer: {what} while offloaded"):
+        calls[what]()
+    assert trainer.reduce({"a": 1.0}) == {"a": 1.0}  # numbers of the host
+    trainer.onload()
+    assert same(before[0], grads(trainer)) and same(before[1], weights(trainer))
+    assert not (tmp_path / "hf").exists()
+
+
+def test_weights_being_read_end_with_an_offload(make_trainer: Any) -> None:
+    trainer = make_trainer()
+    reader = trainer.weights()
+    next(reader)
+    trainer.offload()
+    with pytest.raises(RLinfError, match="weights while offloaded"):
+        next(reader)
+
+
+def test_switching_before_setup_and_closing_are_harmless(make_trainer: Any, make_trainer_cfg: Any) -> None:
+    TorchTrainer(make_trainer_cfg()).offload()
+    trainer = make_trainer()
+    trainer.offload()
+    trainer.close()
 
 
 def test_reduce_of_one_rank_is_the_identity(make_trainer: Any) -> None:
@@ -284,9 +387,12 @@ def test_offload_frees_the_gpu_and_onload_brings_everything_back(
         for k in range(3):
             _, count, _ = trainer.accumulate(make_batch(seed=k), loss)
             if swap:
+                loaded = torch.cuda.memory_allocated()
+                moved = sum(p.nbytes + p.grad.nbytes for p in trainer.model.parameters())
                 trainer.offload()
-                assert all(p.device.type == p.grad.device.type == "cpu" for p in trainer.model.parameters())
+                assert loaded - torch.cuda.memory_allocated() >= moved
                 trainer.onload()
+                assert torch.cuda.memory_allocated() == loaded
             trainer.step(count)
         return weights(trainer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,9 +230,61 @@ def test_a_directory_gives_the_same_responses(make_rollout: Any, make_model: Any
     assert tokens(make_rollout(dtype="float32", path=str(tmp_path / "hf")).generate(asked, SAMPLING)) == expected
 
 
-def test_onload_and_offload_change_nothing_on_a_cpu(make_rollout: Any) -> None:
-    rollout = make_rollout()
-    expected = tokens(rollout.generate(requests(2), SAMPLING))
+def inner(tensor: torch.Tensor) -> torch.Tensor:
+    """What surely lies on whole pages of the tensor's own."""
+    edge = 4096 // tensor.element_size()
+    return tensor.view(-1)[edge:-edge]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's memory calls")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_switches_between_any_two_responses_change_nothing(make_rollout: Any, dtype: str) -> None:
+    plain, rollout = make_rollout(dtype=dtype), make_rollout(dtype=dtype)
+    asked = requests(24)  # caches of many pages
+    expected = list(plain.generate(asked, SAMPLING))
+    got, largest = [], 0
+    for response in rollout.generate(asked, SAMPLING):
+        got.append(response)
+        largest = max([largest, *(layer.keys.nbytes for cache in rollout._caches for layer in cache.layers)])
+        rollout.offload()
+        # Caches too: between two responses, nothing of a running generation stays on the device.
+        assert not any(inner(layer.keys).any() for cache in rollout._caches for layer in cache.layers)
+        rollout.onload()
+    assert got == expected
+    assert largest > 10 * 4096
+    assert not rollout._caches
+
+
+def test_use_while_offloaded_is_refused_and_changes_nothing(make_rollout: Any) -> None:
+    rollout, asked = make_rollout(), requests()
+    whole = tokens(rollout.generate(asked, SAMPLING))
+    weights = [(n, t.clone()) for n, t in named_weights(rollout.model)]
+    stream = rollout.generate(asked, SAMPLING)
+    next(stream)
     rollout.offload()
+    with pytest.raises(RLinfError, match="rollout: generate while offloaded"):
+        list(stream)
+    with pytest.raises(RLinfError, match="rollout: generate while offloaded"):
+        list(rollout.generate(asked, SAMPLING))
+    with pytest.raises(RLinfError, match="rollout: load_weights of version 1 while offloaded"):
+        rollout.load_weights(1, weights)
+    rollout.onload()
+    assert rollout.version == 0
+    assert tokens(rollout.generate(asked, SAMPLING)) == whole
+
+
+def test_switching_before_setup_is_harmless() -> None:
+    TransformersRollout(SimpleNamespace()).offload()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offload_frees_the_gpu(make_model: Any) -> None:
+    rollout = TransformersRollout(SimpleNamespace(max_num_seqs=64))
+    rollout.setup(make_model("float32"), ParallelInfo(device="cuda"), seed=0)
+    expected = tokens(rollout.generate(requests(2), SAMPLING))
+    loaded = torch.cuda.memory_allocated()
+    rollout.offload()
+    assert loaded - torch.cuda.memory_allocated() >= sum(p.nbytes for p in rollout.model.parameters())
     rollout.onload()
     assert tokens(rollout.generate(requests(2), SAMPLING)) == expected

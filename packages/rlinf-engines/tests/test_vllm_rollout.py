@@ -91,6 +91,34 @@ def test_refusals_change_nothing(found: dict[str, Any]) -> None:
     assert found["left_behind"] == []
 
 
+@needs_vllm
+def test_switches_between_responses_lose_nothing_and_drop_the_cache(found: dict[str, Any]) -> None:
+    assert found["switched_ids"] == found["asked"]
+    assert found["switched_difference"] < 1e-3
+    assert found["weights_kept"]
+    assert found["cache_left"] == 0
+    assert found["after_switches"]
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("generate_offloaded", "generate"),
+        ("next_offloaded", "generate"),
+        ("load_offloaded", "load_weights of version 9"),
+    ],
+)
+def test_use_while_offloaded_is_refused(found: dict[str, Any], case: str, what: str) -> None:
+    assert f"RLinfError: rollout: {what} while offloaded" in found[case]
+
+
+def test_switching_before_setup_is_harmless() -> None:
+    rollout = VllmRollout(SimpleNamespace())
+    rollout.offload()
+    rollout.onload()
+
+
 def test_float64_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="model.dtype: vllm does not compute in float64"):
         VllmRollout(SimpleNamespace()).setup(SimpleNamespace(dtype="float64"), ParallelInfo(), seed=0)

@@ -17,6 +17,7 @@ import torch
 from rlinf_core.errors import RLinfError
 from rlinf_core.types import GenerateRequest, ParallelInfo, Rollout, SamplingParams
 from rlinf_engines.models import load_model, named_weights
+from rlinf_engines.rollouts import vllm_rollout
 from rlinf_engines.rollouts.vllm_rollout import VllmRollout
 
 TINY = SimpleNamespace(
@@ -75,6 +76,37 @@ def refused(call: Callable[[], Any]) -> str:
     return "not refused"
 
 
+def switches(rollout: VllmRollout, asked: list[GenerateRequest], network: Any) -> dict[str, Any]:
+    """Offload and load between responses; what the cache's pages and the weights hold meanwhile."""
+    found: dict[str, Any] = {}
+    weights = rollout._cpu_tensors(vllm_rollout._weight_tensors)
+    (cache, *_) = rollout._cpu_tensors(vllm_rollout._cache_tensors)
+    before = [tensor.clone() for tensor in weights]
+    responses = []
+    for response in rollout.generate(asked, SAMPLING):
+        responses.append(response)
+        rollout.offload()
+        if len(responses) == 3:
+            storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+            found["cache_left"] = int(storage[4096:-4096].count_nonzero())
+        rollout.onload()
+    found["switched_ids"] = sorted(r.id for r in responses)
+    found["switched_difference"] = worst_difference(responses, asked, network)
+    found["weights_kept"] = all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+    stream = rollout.generate(asked, SAMPLING)
+    next(stream)
+    rollout.offload()
+    found["next_offloaded"] = refused(lambda: next(stream))
+    stream.close()
+    found["generate_offloaded"] = refused(lambda: list(rollout.generate(asked, SAMPLING)))
+    found["load_offloaded"] = refused(lambda: rollout.load_weights(9, []))
+    rollout.onload()
+    found["after_switches"] = {r.id: r.token_ids for r in rollout.generate(asked, SAMPLING)} == {
+        r.id: r.token_ids for r in responses
+    }
+    return found
+
+
 def main(out: Path) -> None:
     found: dict[str, Any] = {}
     rollout = VllmRollout(ROLLOUT)
@@ -118,6 +150,8 @@ def main(out: Path) -> None:
     third = list(rollout.generate(asked, SAMPLING))
     found["after_refusals"] = {r.id: r.token_ids for r in third} == {r.id: r.token_ids for r in second}
     found["version"] = rollout.version
+
+    found.update(switches(rollout, asked, network))
     out.write_text(json.dumps(found), encoding="utf-8")
 
 

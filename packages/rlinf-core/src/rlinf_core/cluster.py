@@ -230,6 +230,7 @@ def _probe(address: str) -> None:
 
 def _start_local(ray: Any, virtual: int, common: dict[str, Any]) -> None:
     resources = {SLOT + str(i): 1.0 for i in range(virtual)}
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with _quiet():
         ray.init(
             address="local",

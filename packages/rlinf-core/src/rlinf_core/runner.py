@@ -262,8 +262,12 @@ def _plot(directory: RunDirectory, progress: Progress) -> None:
     from rlinf_core.loggers.jsonl import FILE
     from rlinf_core.plots import plot_run
 
-    if (directory.path / FILE).exists():
+    if not (directory.path / FILE).exists():
+        return
+    try:
         progress.note(f"plot: {plot_run(directory.path)}")
+    except RLinfError as error:  # the run itself went well
+        progress.note(f"no plot: {error}")
 
 
 def _user_path(program: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ depend on the batch it was decoded in, up to floating-point ties.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from rlinf_core.types import Generated, GenerateRequest, ParallelInfo, SamplingP
 
 if TYPE_CHECKING:
     import torch
+
+    from rlinf_engines.offload import DeviceStore
 
 # Rows that have finished are taken out of the batch when this part of it is left. Below, computing them
 # along is cheaper than copying the cache.
@@ -26,6 +29,9 @@ class TransformersRollout:
     Requests are sorted by prompt and decoded in waves of at most ``max_num_seqs``. Equal prompts of a wave
     are prefilled once. Prompts are padded on the left, and a key-value cache is kept. Finished rows leave the
     batch when enough have gathered.
+
+    ``offload`` is allowed between any two responses: the caches of what is being generated move too. Generating and
+    ``load_weights`` need the model loaded.
     """
 
     requires: tuple[str, ...] = ("transformers", "tokenizers")
@@ -36,12 +42,15 @@ class TransformersRollout:
         self.tokenizer: Any = None
         self.model: Any = None
         self._torn = ""
+        self._store: DeviceStore | None = None
+        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # of the waves being decoded
 
     def setup(self, model: Any, parallel: ParallelInfo, *, seed: int) -> None:
         """Build model (``model`` is the config node) and tokenizer; ``seed`` is the root seed."""
         import torch
 
         from rlinf_engines.models import load_model, load_tokenizer, max_positions, stop_ids
+        from rlinf_engines.offload import DeviceStore
 
         torch.set_num_threads(parallel.threads)
         self._device = torch.device(parallel.device)
@@ -50,6 +59,7 @@ class TransformersRollout:
         self._stop = stop_ids(self.model, self.tokenizer)
         self._max_positions = max_positions(model)
         self._max_num_seqs = int(self.cfg.max_num_seqs)
+        self._store = DeviceStore("rollout", self._device, self._state, parallel.threads)
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
         """Yield responses as they finish, in any order; the checks run before the first is drawn."""
@@ -66,6 +76,7 @@ class TransformersRollout:
         """Copy whole parameters into the model. All must come, under Hugging Face names, tied ones once."""
         import torch
 
+        self._check_loaded(f"load_weights of version {version}")
         own = self.model.state_dict(keep_vars=True)
         missing: dict[int, str] = {}
         for name, tensor in own.items():  # a tied tensor goes by the name it comes under
@@ -89,17 +100,28 @@ class TransformersRollout:
         self._torn = ""
 
     def onload(self) -> None:
-        """Move the model to its device; nothing to do on a CPU."""
-        if self._device.type != "cpu":
-            self.model.to(self._device)
+        """Bring weights and running caches back to the device, bit-equal (see ``DeviceStore``)."""
+        if self._store is not None:
+            self._store.onload()
 
     def offload(self) -> None:
-        """Move the model to host memory; nothing to do on a CPU, where it already is there."""
-        if self._device.type != "cpu":
-            import torch
+        """Move weights and running caches to host memory."""
+        if self._store is not None:
+            self._store.offload()
 
-            self.model.to("cpu")
-            torch.cuda.empty_cache()
+    def _state(self) -> Iterator[torch.Tensor]:
+        import torch
+
+        from rlinf_engines.offload import state_tensors
+
+        yield from state_tensors(self.model)
+        for cache in self._caches:
+            for layer in cache.layers:
+                yield from (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
+
+    def _check_loaded(self, what: str) -> None:
+        if self._store is not None:
+            self._store.check(what)
 
     def _waves(self, requests: list[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
         for start in range(0, len(requests), self._max_num_seqs):
@@ -123,6 +145,7 @@ class TransformersRollout:
         alive = len(rows)
         for position in range(sampling.max_new_tokens):
             token_B, logp_B = choose(logits_BV, uniforms(streams_B, position), greedy_B, sampling)
+            del logits_BV  # not needed on the device while we are suspended
             if not bool(torch.isfinite(logp_B).all()):
                 bad = requests[rows[int((~torch.isfinite(logp_B)).nonzero()[0])]]
                 raise NonFiniteError(
@@ -156,7 +179,7 @@ class TransformersRollout:
                 streams_B, greedy_B = streams_B[keep_B], greedy_B[keep_B]
                 next_position_B = next_position_B[keep_B]
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
-            logits_BV = self._forward(token_B.unsqueeze(1), mask_BT, next_position_B.unsqueeze(1), cache)
+            logits_BV = self._forward(token_B.unsqueeze(1), mask_BT, next_position_B.unsqueeze(1), cache)  # noqa: F841 (next turn)
             next_position_B = next_position_B + 1
 
     def _prefill(self, requests: list[GenerateRequest]) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
@@ -175,6 +198,7 @@ class TransformersRollout:
         position_UP = (mask_UP.cumsum(dim=1) - 1).clamp(min=0)
         ids_UP, mask_UP, position_UP = (t.to(self._device) for t in (ids_UP, mask_UP, position_UP))
         cache = DynamicCache(config=self.model.config)
+        self._caches.add(cache)
         logits_UV = self._forward(ids_UP, mask_UP, position_UP, cache)
         next_U = position_UP[:, -1] + 1
         if len(unique) == len(requests):
@@ -187,6 +211,7 @@ class TransformersRollout:
         """Logits [B, V] of each row's last column; the cache grows by the new columns."""
         import torch
 
+        self._check_loaded("generate")
         if self._torn:
             raise RLinfError(f"rollout: {self._torn}; load whole weights before generating")
         # no_grad, not inference_mode: parameters and cache stay usable when weights are replaced between

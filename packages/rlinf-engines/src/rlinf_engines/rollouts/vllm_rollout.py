@@ -6,10 +6,12 @@ batch in the last bits of a log-probability.
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from rlinf_core.types import Generated, GenerateRequest, ParallelInfo, SamplingP
 if TYPE_CHECKING:
     import torch
 
+    from rlinf_engines.offload import DeviceStore
+
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -27,6 +31,11 @@ class VllmRollout:
 
     The tiny model is written to a temporary directory and loaded from there, so it starts from the same
     weights as every other backend. New weights go into the live engine.
+
+    ``offload`` drops the key-value cache and takes the weights off the device. It is allowed between any two responses:
+    what is being generated is computed anew up to where it was. On a GPU it is vLLM's sleep mode. On a CPU it is
+    ``DeviceStore`` over the tensors that vLLM's model has, which leaves out most of the weights: linear layers multiply
+    by packed copies inside its C++ library, which nobody can move, and they stay in memory.
     """
 
     requires: tuple[str, ...] = ("vllm", "transformers")
@@ -37,7 +46,8 @@ class VllmRollout:
         self.tokenizer: Any = None
         self.engine: Any = None
         self._running = 0
-        self._asleep: set[str] = set()
+        self._store: DeviceStore | None = None  # on a CPU
+        self._asleep = False
         self._torn = ""
 
     def setup(self, model: Any, parallel: ParallelInfo, *, seed: int) -> None:
@@ -113,9 +123,9 @@ class VllmRollout:
         """
         if self._running:
             raise RLinfError(f"weights of version {version}: {self._running} responses are being generated")
+        self._check_loaded(f"load_weights of version {version}")
         given = list(weights)
         self._check_weights(version, given)
-        self._wake({"weights"})
         self._torn = f"version {version} was only partly installed"
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(given)})
         if not self._on_gpu:
@@ -127,14 +137,28 @@ class VllmRollout:
         self._torn = ""
 
     def onload(self) -> None:
-        """Take GPU memory back after ``offload``; nothing to do on a CPU."""
-        self._wake({"weights", "kv_cache"})
+        """Bring the weights back; the key-value cache is empty."""
+        if not self._asleep:
+            return
+        if self._store is not None:
+            self._store.onload()
+        elif self._on_gpu and self._sleeps:
+            self.engine.wake_up(tags=["weights", "kv_cache"])
+        self._asleep = False
 
     def offload(self) -> None:
-        """Give GPU memory back (vLLM's sleep mode, weights kept in host memory); nothing to do on a CPU."""
-        if self._on_gpu and self._sleeps and not self._asleep:
-            self.engine.sleep(level=1)
-            self._asleep = {"weights", "kv_cache"}
+        """Keep the weights in host memory and drop the cache. With ``gpu_sleep=false`` everything stays on the GPU."""
+        if self._asleep or self.engine is None:
+            return
+        if self._store is not None:
+            from rlinf_engines.slot_memory import discard
+
+            self.engine.reset_prefix_cache(reset_running_requests=True)
+            self._store.offload()
+            discard(self._cpu_tensors(_cache_tensors))
+        elif self._on_gpu and self._sleeps:
+            self.engine.sleep(level=1, mode="keep")
+        self._asleep = True
 
     def _start(self, directory: str, dtype: str, seed: int) -> None:
         try:
@@ -168,6 +192,13 @@ class VllmRollout:
             self.engine = LLMEngine.from_engine_args(EngineArgs(**options))
         except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
             raise RLinfError(f"rollout vllm: the engine did not start: {error}") from error
+        if not self._on_gpu and sys.platform == "linux":
+            import torch
+
+            from rlinf_engines.offload import DeviceStore
+
+            tensors = functools.partial(self._cpu_tensors, _weight_tensors)
+            self._store = DeviceStore("rollout", torch.device("cpu"), tensors, torch.get_num_threads())
         self._shapes, self._aliases = parameter_shapes(config)
         self._vocabulary = int(config.get_text_config().vocab_size)
         declared = config.get_text_config().eos_token_id
@@ -179,12 +210,13 @@ class VllmRollout:
             raise RLinfError("rollout vllm: one generate at a time; finish or close the one before")
         stop = sorted(self._stop | set(sampling.stop_token_ids))
         names = {}  # engine's request name -> ours
+        self._check_loaded("generate")
         self._running = len(requests)
-        self.onload()
         try:
             for request in requests:
                 names[self._add(request, sampling, stop)] = request.id
             while self.engine.has_unfinished_requests():
+                self._check_loaded("generate")
                 for output in self.engine.step():
                     if output.finished:
                         self._running -= 1
@@ -244,11 +276,23 @@ class VllmRollout:
         if missing:
             raise RLinfError(f"weights of version {version}: {len(missing)} are missing, first {next(iter(missing))}")
 
-    def _wake(self, parts: set[str]) -> None:
-        asleep = self._asleep & parts
-        if asleep:
-            self.engine.wake_up(tags=sorted(asleep, reverse=True))  # weights before the cache
-            self._asleep -= asleep
+    def _check_loaded(self, what: str) -> None:
+        if self._asleep:
+            raise RLinfError(
+                f"rollout: {what} while offloaded; call onload() first (a worker: inside `with self.on_device()`)"
+            )
+
+    def _cpu_tensors(self, read: Callable[[Any], list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [tensor for found in self.engine.collective_rpc(read) for tensor in found]
+
+
+def _weight_tensors(worker: Any) -> list[torch.Tensor]:
+    model = worker.model_runner.get_model()
+    return [*model.parameters(), *model.buffers()]
+
+
+def _cache_tensors(worker: Any) -> list[torch.Tensor]:
+    return list(worker.model_runner.kv_caches)
 
 
 def _repack_tied_layers(worker: Any) -> None:

@@ -21,12 +21,16 @@ from rlinf_engines.trainers.schedule import learning_rate
 if TYPE_CHECKING:
     import torch
 
+    from rlinf_engines.offload import DeviceStore
+
 
 class TorchTrainer:
     """One rank of the ``torch`` backend (see ``rlinf_core.types.Trainer``).
 
     ``model.dtype: bfloat16`` keeps float32 master weights and computes the forward in bfloat16 (autocast);
     ``weights`` and ``export`` give bfloat16. float32 and float64 hold and compute in that format.
+
+    Between ``offload`` and ``onload`` nothing works but ``reduce``, ``barrier`` and ``close``; all else is refused.
     """
 
     requires: tuple[str, ...] = ("transformers", "tokenizers", "safetensors")
@@ -36,6 +40,7 @@ class TorchTrainer:
         self.tokenizer: Any = None
         self.model: Any = None
         self.steps_done = 0
+        self._store: DeviceStore | None = None
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -52,6 +57,7 @@ class TorchTrainer:
         import torch
 
         from rlinf_engines.models import load_model, load_tokenizer, torch_dtype
+        from rlinf_engines.offload import DeviceStore
         from rlinf_engines.seeds import derive_seed
 
         torch.set_num_threads(parallel.threads)
@@ -70,11 +76,13 @@ class TorchTrainer:
         if parallel.world_size > 1:
             self._join_group()
         self._new_optimizer()
+        self._store = DeviceStore("trainer", self._device, self._state, parallel.threads)
         # For what a forward may draw (dropout); ranks see different samples and draw different numbers.
         torch.manual_seed(derive_seed(seed, "trainer", parallel.rank))
 
     def restart_optimizer(self, cfg: Any) -> None:
         """Begin another phase: a fresh optimizer and schedule from the node ``cfg``, the weights kept."""
+        self._check_loaded("restart_optimizer")
         self.cfg = cfg
         self._new_optimizer()
 
@@ -82,6 +90,7 @@ class TorchTrainer:
         """``forward_fn`` without gradients, in evaluation mode (dropout off)."""
         import torch
 
+        self._check_loaded("logprobs")
         self.model.eval()
         with torch.no_grad():
             return self._forward_fn(self.model, self._to_device(batch))
@@ -92,6 +101,7 @@ class TorchTrainer:
         Gradients of the loss sum add up until ``step``. A loss that is NaN or infinite raises
         ``NonFiniteError`` before anything is added.
         """
+        self._check_loaded("accumulate")
         self.model.train()
         batch = self._to_device(batch)
         outputs = self._forward_fn(self.model, batch)
@@ -111,6 +121,7 @@ class TorchTrainer:
         """
         import torch
 
+        self._check_loaded("step")
         if not (count > 0 and math.isfinite(count)):
             raise RLinfError(f"trainer.step: count is {count}; a step needs at least one counted token or sample")
         flat = self._summed_gradients()
@@ -131,6 +142,7 @@ class TorchTrainer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Copies of the gradient sums that this rank has accumulated since the last step, by name."""
+        self._check_loaded("gradients")
         return {n: p.grad.detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
     def reduce(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -150,24 +162,23 @@ class TorchTrainer:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters under Hugging Face names in ``model.dtype``, tied ones once.
 
-        The tensors are the live ones where the format allows: use them before the next ``step``.
+        The tensors are the live ones where the format allows: use them before the next ``step`` or ``offload``.
         """
         from rlinf_engines.models import named_weights
 
         for name, tensor in named_weights(self.model):
+            self._check_loaded("weights")
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def onload(self) -> None:
-        """Move weights, gradients and optimizer state to the device; nothing to do on a CPU."""
-        self._move(self._device)
+        """Bring weights, gradients and optimizer state back to the device, bit-equal (see ``DeviceStore``)."""
+        if self._store is not None:
+            self._store.onload()
 
     def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory; on a CPU they already are there."""
-        import torch
-
-        self._move(torch.device("cpu"))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Move weights, gradients and optimizer state to host memory; any time between two calls."""
+        if self._store is not None:
+            self._store.offload()
 
     def save(self, path: Path) -> None:
         """Write the exact state (weights, optimizer, schedule, RNG of every rank). Collective.
@@ -176,24 +187,29 @@ class TorchTrainer:
         """
         from rlinf_engines.trainers import checkpoint
 
+        self._check_loaded("save")
         checkpoint.save(self, Path(path))
 
     def load(self, path: Path) -> None:
         """Restore what ``save`` wrote; half-written ones and other models' are refused by name."""
         from rlinf_engines.trainers import checkpoint
 
+        self._check_loaded("load")
         checkpoint.load(self, Path(path))
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face directory (config, safetensors, tokenizer); rank 0 writes. Collective."""
         from rlinf_engines.models import export_model
 
+        self._check_loaded("export")
         if self.parallel.rank == 0:
             export_model(self.model, self.tokenizer, Path(path), self._dtype)
         self.barrier()
 
     def close(self) -> None:
-        """Leave the process group, if this trainer opened one."""
+        """Leave the process group, if this trainer opened one, and give host memory back."""
+        if self._store is not None:
+            self._store.close()
         if self.parallel.world_size > 1:
             import torch.distributed as dist
 
@@ -294,19 +310,14 @@ class TorchTrainer:
 
         return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
-    def _move(self, device: torch.device) -> None:
-        if self._device.type == "cpu":
-            return
-        import torch
+    def _state(self) -> Iterator[torch.Tensor]:
+        from rlinf_engines.offload import state_tensors
 
-        self.model.to(device)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(device)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:  # AdamW's step counter stays on the host
-                    state[name] = value.to(device)
+        return state_tensors(self.model, self.optimizer)
+
+    def _check_loaded(self, what: str) -> None:
+        if self._store is not None:
+            self._store.check(what)
 
 
 def _forward_in_bfloat16(model: Any, device_type: str) -> None:
