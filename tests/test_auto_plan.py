@@ -54,7 +54,7 @@ def test_profile_plan_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     profile = Profile.load(place / "profile.json")
     assert {s.stage for s in profile.samples} == {"generator", "reward", "actor"}
     assert {s.devices for s in profile.samples if s.stage == "actor"} == {1, 2}
-    assert {s.portion for s in profile.samples if s.stage == "generator"} == {2, 8}
+    assert {s.portion for s in profile.samples if s.stage == "generator"} == {2, 4, 8}
     problem = json.loads((place / "problem.json").read_text())
     assert problem["items"] == 8 and problem["stages"]["actor"]["per_item"] == 4
     out = tmp_path / "plan.yaml"

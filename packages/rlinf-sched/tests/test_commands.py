@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlinf_sched import Profile, ProfileSample
+from rlinf_sched import Profile, ProfileSample, SchedError, plan
 from rlinf_sched.commands import plan_command, simulate_command
+from rlinf_sched.commands.profile import chosen_of, table
+from rlinf_sched.problemfile import problem_from_dict
 
 DATA: dict[str, Any] = {
     "devices": 4,
@@ -108,3 +110,39 @@ def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert plan_command([written(tmp_path, DATA), "--family", "hybrid"]) == 2
     assert "there is no hybrid plan" in capsys.readouterr().err
     assert plan_command([]) == 2
+
+
+def test_a_plan_of_the_runtime_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, path = written(tmp_path, DATA), tmp_path / "plan.json"
+    leaves = [{"leaf": {"stage": name, "devices": "0-5"}} for name in ("gen", "train")]
+    path.write_text(
+        json.dumps({"devices": 6, "flow": "f00d", "tree": {"share": {"first": leaves[0], "then": leaves[1]}}})
+    )
+    trace = tmp_path / "trace.json"
+    assert simulate_command([file, "--plan", str(path), "--perfetto", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{path}: ") and "gen: busy" in shown
+    assert json.loads(trace.read_text())["traceEvents"]
+    path.write_text(json.dumps({"tree": {"leaf": {"stage": "trian", "devices": "0"}}}))
+    assert simulate_command([file, "--plan", str(path)]) == 2
+    assert "there is no stage 'trian' (did you mean 'train'?)" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_chart_of_every_family(tmp_path: Path) -> None:
+    assert plan_command([written(tmp_path, DATA), "--png", str(tmp_path / "charts")]) == 0
+    names = {path.name for path in (tmp_path / "charts").iterdir()}
+    assert names == {"temporal.png", "spatial.png"}
+
+
+def test_stages_as_a_table() -> None:
+    problem, _ = problem_from_dict(DATA)
+    lines = table(problem).splitlines()
+    assert lines[0].split()[:5] == ["stage", "1", "dev.", "2", "dev."]
+    assert lines[2].startswith("train") and "0.931 GiB" in lines[2]
+
+
+def test_why_there_is_no_plan_of_a_family() -> None:
+    problem, _ = problem_from_dict(DATA)
+    with pytest.raises(SchedError, match="no hybrid plan: it needs three stages on devices; there are: "):
+        chosen_of(plan(problem), "hybrid")

@@ -86,7 +86,13 @@ def check(seed: int) -> bool:
     assert set(found.least) == set(truth)
     for name, seconds in truth.items():
         assert found.least[name] == pytest.approx(seconds, rel=1e-9), (seed, name)
-        assert found.families[name].seconds <= seconds * (1 + found.tie + 1e-9)
+        chosen = found.families[name]
+        if chosen.seconds > seconds * (1 + found.tie + 1e-9):
+            # The runtime's lock cannot keep the price of the best: then what was chosen is faster than that one is.
+            seeds = range(3) if any(problem.costs[leaf.stage].streams for leaf in leaves(chosen.tree)) else [None]
+            runs = [simulate(found.cheapest[name], problem, rule="lock", seed=seed).seconds for seed in seeds]
+            assert float(np.mean(runs)) > seconds * (1 + found.tie)
+            assert chosen.rescored <= float(np.mean(runs)) * (1 + 1e-9)
     return True
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_sched import Profile, ProfileError, ProfileSample, Summary
+from rlinf_sched import Profile, ProfileError, ProfileSample, StepSample, Summary
 
 SAMPLES = st.builds(
     ProfileSample,
@@ -46,6 +46,24 @@ def test_file_round_trip_leaves_one_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
 
 
+def test_what_is_optional_comes_back_and_older_files_are_read() -> None:
+    sample = ProfileSample("a", 2, 8, 8, 1.5, 10, 0.25, (1.5, 1.0), (5, 3), 2, 7, (0.5, 1.0), 4, 0.01)
+    whole = Profile("flow-1", "cpu-2", (sample,), (StepSample(2, 0, 3.0),))
+    data = json.loads(json.dumps(whole.to_dict()))
+    assert Profile.from_dict(data) == whole
+    old = {
+        "stage": "a",
+        "devices": 2,
+        "portion": 8,
+        "items": 8,
+        "seconds": 1.5,
+        "peak_bytes": 10,
+        "switch_seconds": 0.25,
+    }
+    del data["steps"]
+    assert Profile.from_dict(data | {"samples": [old]}).samples == (ProfileSample("a", 2, 8, 8, 1.5, 10, 0.25),)
+
+
 def test_summaries_by_hand() -> None:
     samples = [ProfileSample("g", 1, 4, 4, s, peak, switch) for s, peak, switch in [(4, 5, 0), (8, 9, 2), (12, 7, 1)]]
     other = ProfileSample("g", 1, 2, 2, 1.0)
@@ -71,6 +89,9 @@ def test_summaries_do_not_depend_on_the_order_of_samples(samples: list[ProfileSa
         ({"seconds": math.nan}, "seconds of stage 'a' is finite"),
         ({"seconds": "1"}, "seconds of stage 'a' is finite"),
         ({"switch_seconds": -0.1}, "switch_seconds of stage 'a'"),
+        ({"ranks": [1.0]}, "taken of stage 'a' are items, one number for each of ranks"),
+        ({"ranks": [math.inf], "taken": [1]}, "ranks of stage 'a' is finite and not negative"),
+        ({"released": [0.5, 0.4]}, "released of stage 'a' never falls"),
         ({"memory": 3}, "has memory, which this format does not know"),
     ],
 )
@@ -93,6 +114,15 @@ def test_wrong_samples_are_refused_by_name(change: dict[str, Any], why: str) -> 
         ('{"format": 1, "flow": "", "hardware": "h", "samples": []}', "flow is a fingerprint, not ''"),
         ('{"format": 1, "flow": "f", "hardware": "h", "samples": {}}', "samples is a list, not dict"),
         ('{"format": 1, "flow": "f", "hardware": "h", "samples": [1]}', "samples[0] is a mapping, not int"),
+        (
+            '{"format": 1, "flow": "f", "hardware": "h", "samples": [], "steps": [{"devices": 1}]}',
+            "steps[0] lacks portion, seconds",
+        ),
+        (
+            '{"format": 1, "flow": "f", "hardware": "h", "samples": [], '
+            '"steps": [{"devices": 1, "portion": 0, "seconds": -1}]}',
+            "steps[0]: a step has devices, portion and finite seconds",
+        ),
         (
             '{"format": 1, "flow": "f", "hardware": "h", "samples": [{"stage": "a"}]}',
             "samples[0] lacks devices",

@@ -153,7 +153,7 @@ def _reload(node: Node, problem: Problem) -> float:
     """Load and offload what an inner share has not swapped already; devices side by side do it at the same time."""
     if isinstance(node, Leaf):
         stage, cost = problem.graph.stages[node.stage], problem.costs[node.stage]
-        return cost.load + cost.offload if stage.device and stage.swappable else 0.0
+        return float(cost.reload(np.array([node.devices]))[0]) if stage.device and stage.swappable else 0.0
     if isinstance(node, Share):
         return (0.0 if node.swap_first else _reload(node.first, problem)) + (
             0.0 if node.swap_then else _reload(node.then, problem)

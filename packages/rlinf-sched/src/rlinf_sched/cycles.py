@@ -67,6 +67,7 @@ def _as_stage(problem: Problem, cycle: Cycle) -> tuple[Stage, Cost]:
         memory=Memory(remainder=together([first.memory.remainder, second.memory.remainder])),
         load=together([first.load, second.load]),
         offload=together([first.offload, second.offload]),
+        reload_each=together([first.reload_each, second.reload_each]),
         error=max(first.error, second.error),
         table=table,
         paired=one.device and two.device,

@@ -64,14 +64,30 @@ class Scaled(Cost):
     of: Cost
     factor: float = 1.0
 
+    @property
+    def streams(self) -> bool:
+        return self.of.streams
+
+    def released(self, parts: Floats, share: float | None = None) -> Floats:
+        return self.of.released(parts, share)
+
     def options(self, portion: int) -> tuple[int, ...]:
         return self.of.options(portion)
 
-    def seconds(self, devices: Ints, portion: int, option: int) -> Floats:
+    def seconds(self, devices: Ints, portion: float, option: int) -> Floats:
         return self.factor * self.of.seconds(devices, portion, option)
+
+    def alone(self, devices: Ints, portion: float, option: int) -> Floats:
+        return self.factor * self.of.alone(devices, portion, option)
+
+    def scatter(self, items: float) -> float:
+        return self.of.scatter(items)
 
     def release(self, devices: int, portion: int, parts: int, option: int) -> Floats:
         return self.factor * self.of.release(devices, portion, parts, option)
+
+    def release_table(self, devices: Ints, portion: int, parts: int, option: int) -> Floats:
+        return self.factor * self.of.release_table(devices, portion, parts, option)
 
     def resident(self, devices: Ints, option: int = 0) -> Floats:
         return self.of.resident(devices, option)
@@ -80,19 +96,31 @@ class Scaled(Cost):
         return self.of.working(devices, portion, option)
 
 
+def rescaled(cost: Cost, factor: float, switch: float = 1.0) -> Cost:
+    """The cost with its times and its switches multiplied."""
+    if isinstance(cost, Scaled):
+        factor *= cost.factor
+        cost = cost.of
+    return Scaled(
+        of=cost,
+        factor=factor,
+        load=cost.load * switch,
+        offload=cost.offload * switch,
+        reload_each=cost.reload_each * switch,
+        memory=cost.memory,
+        replica=cost.replica,
+        error=cost.error,
+        curve=cost.curve,
+        curves=cost.curves,
+        measured=cost.measured,
+    )
+
+
 def scaled(problem: Problem, stage: str | None = None, factor: float = 1.0, switch: float = 1.0) -> Problem:
     """The problem with one stage's times (None: none) and all switches multiplied."""
-    costs: dict[str, Cost] = {}
-    for name, cost in problem.costs.items():
-        costs[name] = Scaled(
-            of=cost,
-            factor=factor if name == stage else 1.0,
-            load=cost.load * switch,
-            offload=cost.offload * switch,
-            memory=cost.memory,
-            replica=cost.replica,
-            error=cost.error,
-        )
+    costs: dict[str, Cost] = {
+        name: rescaled(cost, factor if name == stage else 1.0, switch) for name, cost in problem.costs.items()
+    }
     return replace(problem, costs=costs)
 
 

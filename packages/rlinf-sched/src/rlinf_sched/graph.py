@@ -31,7 +31,7 @@ class Stage:
     (None: all multiples of ``multiple``, its model-parallel size, from ``least`` to ``most``). ``ranks``: number of
     processes fixed by the program (None: one for every ``multiple`` devices). ``swappable``: it can be offloaded.
     ``per_item``: items of its own input for each item of the step (samples for a prompt, say), in which plans say
-    portions.
+    portions. ``collective``: its ranks share each portion; otherwise each takes portions of its own.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Stage:
     ranks: int | None = None
     swappable: bool = True
     per_item: float = 1.0
+    collective: bool = False
 
     def __post_init__(self) -> None:
         if self.barrier not in BARRIERS:

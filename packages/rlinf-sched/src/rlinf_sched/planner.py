@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlinf_sched.costmodel import StreamCost
 from rlinf_sched.cycles import collapse
+from rlinf_sched.export import plan_data
 from rlinf_sched.graph import SchedError
+from rlinf_sched.predict import predict
 from rlinf_sched.problem import Problem
+from rlinf_sched.runtime import ALONE
 from rlinf_sched.search import NAMES, Search
 from rlinf_sched.simulator import Run, simulate
 from rlinf_sched.tree import Leaf, Node, Parallel, Pipe, Price, devices, family, leaves, price, sides, switches
@@ -32,13 +36,18 @@ WIDTHS = (0.12, 0.03, 0.008)
 """Relative distances of the device counts that the refinements look at."""
 CAP = 12
 """Points for one device count where memory binds and the search is not small enough to keep all."""
-TIE = 0.01
+TIE, MOST_TIE = 0.01, 0.05
+FEW_RANKS = 16
+"""On more devices than these the ranks of a stage are taken for one while plans are compared."""
+RETRIED = 24
+"""Plans of a family that are tried when the runtime cannot keep the price of the best."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan: ``seconds`` as priced, ``rescored`` as simulated with drawn lengths (mean over seeds; equal to
-    ``seconds`` where nothing is random)."""
+    """One plan: ``seconds`` as priced, ``rescored`` as the runtime would carry it out: with its lock, the mean over
+    draws where times scatter, and rank by rank (portions, releases as they are made) where costs come from a profile.
+    ``run``: that run."""
 
     family: str
     tree: Node
@@ -52,7 +61,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Plan:
     """``best``: the chosen candidate. ``families``: the best of each, the fastest first; ``least``: priced seconds of
-    the fastest of each, before ties were broken. ``tie``: relative difference
+    the fastest of each and ``cheapest`` its tree, before ties were broken. ``tie``: relative difference
     below which plans count as equal. ``exact``: no device count and no point was left out. ``problem``: what was
     planned, cycles as one stage each."""
 
@@ -65,6 +74,7 @@ class Plan:
     problem: Problem
     original: Problem
     search_seconds: float
+    cheapest: Mapping[str, Node] = field(default_factory=dict)
 
 
 def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
@@ -78,14 +88,14 @@ def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
     original, problem = problem, collapse(problem)
     binding = memory_binds(problem)
     counts, thinned = _counts(problem, binding)
-    tie = max(TIE, *(cost.error for cost in problem.costs.values()))
+    tie = min(max(TIE, *(cost.error for cost in problem.costs.values())), MOST_TIE)
     found, cut = _search(problem, counts, binding, limit)
     if not any(found.values()):
         raise SchedError(_nothing(problem))
     families: dict[str, Candidate] = {}
     near: list[Candidate] = []
     for kind, trees in found.items():
-        close = [_candidate(problem, tree, seeds) for _, tree in _near(trees, tie)]
+        close = _realised(problem, original, trees, tie, seeds)
         families[NAMES[kind]] = min(close, key=lambda c: (c.rescored, c.seconds))
         near += close
     fastest = min(c.rescored for c in near)
@@ -97,7 +107,9 @@ def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
     close_call = any(c.rescored <= best.rescored * (1 + tie) for c in rivals)
     took = time.perf_counter() - began
     least = {NAMES[kind]: trees[0][0] for kind, trees in found.items() if trees}
-    return Plan(best, families, least, tie, not thinned and not cut, close_call, problem, original, took)
+    cheapest = {NAMES[kind]: trees[0][1] for kind, trees in found.items() if trees}
+    exact = not thinned and not cut
+    return Plan(best, families, least, tie, exact, close_call, problem, original, took, cheapest)
 
 
 def memory_binds(problem: Problem) -> bool:
@@ -221,14 +233,48 @@ def _near(trees: list[tuple[float, Node]], tie: float) -> list[tuple[float, Node
     return [pair for pair in trees if pair[0] <= least * (1 + tie)][:8]
 
 
-def _candidate(problem: Problem, tree: Node, seeds: int) -> Candidate:
+def _realised(
+    problem: Problem, original: Problem, trees: list[tuple[float, Node]], tie: float, seeds: int
+) -> list[Candidate]:
+    """The near best as the runtime carries them out. When it cannot keep what the best was priced at (a share above a
+    pipe does not take turns for every portion), those that were priced a little higher are tried too."""
+    close = [_candidate(problem, original, tree, seeds) for _, tree in _near(trees, tie)]
+    best = min(close, key=lambda c: c.rescored)
+    if _expected(problem, original, best) > trees[0][0] * (1 + tie):
+        tried = {c.tree for c in close}
+        close += [_candidate(problem, original, tree, seeds) for _, tree in trees[:RETRIED] if tree not in tried]
+    return close
+
+
+def _expected(problem: Problem, original: Problem, candidate: Candidate) -> float:
+    """What the runtime would take if nothing scattered."""
+    if not _by_rank(original):
+        return candidate.run.seconds
+    data = plan_data(problem, original, candidate.tree)
+    return predict(original, data, seeds=0, alone=_followed(problem)).seconds - problem.overhead
+
+
+def _by_rank(problem: Problem) -> bool:
+    return all(cost.measured for cost in problem.costs.values())
+
+
+def _followed(problem: Problem) -> int:
+    """Many ranks are taken for one while plans are compared: the ranks of a stage differ by chance alone."""
+    return FEW_RANKS if problem.devices > FEW_RANKS else ALONE
+
+
+def _candidate(problem: Problem, original: Problem, tree: Node, seeds: int) -> Candidate:
     found = price(tree, problem.items, problem)
-    run = simulate(tree, problem)
-    rescored = run.seconds
-    if seeds and any(problem.costs[leaf.stage].streams for leaf in leaves(tree)):
-        rescored = float(np.mean([simulate(tree, problem, seed=seed).seconds for seed in range(seeds)]))
     loads = switches(tree, problem.items, problem.items)
-    return Candidate(family(tree), tree, found.latency, rescored, found, loads, run)
+    if _by_rank(original):
+        data = plan_data(problem, original, tree)
+        run = predict(original, data, seeds=seeds, alone=_followed(problem))
+        return Candidate(family(tree), tree, found.latency, run.seconds, found, loads, run)
+    run = simulate(tree, problem, rule="lock")
+    rescored = run.seconds
+    if seeds and any(isinstance(problem.costs[leaf.stage], StreamCost) for leaf in leaves(tree)):
+        rescored = float(np.mean([simulate(tree, problem, rule="lock", seed=seed).seconds for seed in range(seeds)]))
+    return Candidate(family(tree), tree, found.latency, rescored + problem.overhead, found, loads, run)
 
 
 def _preference(c: Candidate, problem: Problem) -> tuple[float, ...]:

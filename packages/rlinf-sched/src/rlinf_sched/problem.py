@@ -16,7 +16,8 @@ from rlinf_sched.graph import Graph, SchedError, Stage
 class Problem:
     """``items`` of one step on ``devices``. ``device_bytes``: memory of one device; ``host_bytes``: host memory for
     what is offloaded, per device (infinite where not given). ``portions``: sizes to consider (empty: up to
-    ``max_portions`` halvings of ``items`` that the barriers allow). ``node``: devices of one node."""
+    ``max_portions`` halvings of ``items`` that the barriers allow). ``node``: devices of one node. ``overhead``:
+    seconds of every step beside its stages."""
 
     graph: Graph
     costs: Mapping[str, Cost]
@@ -27,6 +28,7 @@ class Problem:
     portions: tuple[int, ...] = ()
     max_portions: int = 8
     node: int = 8
+    overhead: float = 0.0
 
     def validate(self) -> None:
         """Raise SchedError for what can be seen before any search, by name."""

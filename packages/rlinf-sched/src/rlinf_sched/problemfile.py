@@ -2,7 +2,7 @@
 
 ::
 
-    devices: 8                 # how many there are
+    devices: 8                 # how many there are; overhead: seconds of every step beside its stages
     items: 512                 # of one step
     device_bytes: 80e9         # optional, with host_bytes (per device), node (devices of one), portions
     flow: 1f0c9a…              # optional fingerprints, compared with those of the profile
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_sched import streaming
+from rlinf_sched.calibrate import calibrated
 from rlinf_sched.costmodel import Cost, FormulaCost, Memory, StreamCost, TableCost
 from rlinf_sched.fit import fit_stage
 from rlinf_sched.graph import Graph, GraphError, SchedError, known, near
@@ -36,7 +37,7 @@ from rlinf_sched.problem import Problem
 from rlinf_sched.profile import Profile
 
 _KINDS: dict[str, type[Cost]] = {"formula": FormulaCost, "table": TableCost, "stream": StreamCost}
-_TOP = ("devices", "items", "device_bytes", "host_bytes", "node", "portions", "max_portions", "hardware")
+_TOP = ("devices", "items", "device_bytes", "host_bytes", "node", "portions", "max_portions", "hardware", "overhead")
 _GRAPH = ("stages", "edges", "cycles", "inputs", "flow")
 
 
@@ -94,9 +95,8 @@ def problem_from_dict(
     if missing and profile is None:
         raise SchedError(f"stage {missing[0]!r} has no cost: give one, or a profile")
     if missing and profile is not None:
-        lines = profile.summaries()
         for name in missing:
-            mine = [line for line in lines if line.stage == name]
+            mine = [sample for sample in profile.samples if sample.stage == name]
             if not mine:
                 raise SchedError(f"the profile has no sample of stage {name!r}; profile again, or give its cost")
             costs[name] = fit_stage(mine, graph.stages[name], micro.get(name, ()))
@@ -113,8 +113,14 @@ def problem_from_dict(
         portions=tuple(data.get("portions") or ()),
         max_portions=data.get("max_portions", 8),
         node=data.get("node", 8),
+        overhead=float(data.get("overhead") or 0.0),
     )
     problem.validate()
+    if profile is not None:
+        strange = sorted({sample.stage for sample in profile.samples} - graph.stages.keys())
+        warnings += [f"the profile has samples of {name!r}, which is no stage of {source}" for name in strange]
+    if missing and profile is not None:
+        problem = calibrated(problem, profile)
     return problem, warnings
 
 
@@ -146,9 +152,7 @@ def cost_from_dict(data: object, where: str) -> Cost:
 
 def _memory(data: Mapping[str, Any]) -> Memory:
     sizes = {key: float(value) for key, value in data.items() if key != "sharded"}
-    return Memory(
-        sizes.get("resident", 0.0), bool(data.get("sharded")), sizes.get("item", 0.0), sizes.get("remainder", 0.0)
-    )
+    return Memory(**sizes, sharded=bool(data.get("sharded")))
 
 
 def _points(data: object, where: str) -> dict[tuple[int, int], float]:

@@ -1,8 +1,7 @@
 """Profiles: measured time and memory of stages, as data.
 
-A profile is a list of samples (stage, devices, portion, items, seconds, peak bytes, switch seconds), stamped
-with the fingerprints of the flow and of the hardware it was taken on: times of another flow or machine are no
-evidence.
+A profile is a list of samples (what one stage did in one step) and of whole steps' seconds, stamped with the
+fingerprints of the flow and of the hardware it was taken on: times of another flow or machine are no evidence.
 Files are JSON, written aside and renamed when whole.
 """
 
@@ -13,9 +12,10 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,11 +28,16 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ProfileSample:
-    """One timed task.
+    """What one stage did in one step.
 
-    ``devices`` it ran on (0: a CPU stage), ``portion`` items moved at once, ``items`` in all, wall
-    ``seconds`` of them, ``peak_bytes`` on one device, ``switch_seconds`` of loading and offloading around
-    it (``seconds`` leaves them out).
+    ``devices`` it ran on (0: a CPU stage), ``portion`` items of the step that the whole stage took at once, ``items``
+    in all, ``seconds`` of its slowest rank, ``peak_bytes`` on one device, ``switch_seconds`` of loading and offloading
+    around it (``seconds`` leaves them out).
+
+    Optional: ``ranks``: seconds of each rank; ``taken``: items of its own input that each rank took; ``each``: how many
+    of them at once (0: all); ``puts``: items that one rank put; ``released``: at which fractions of a rank's seconds
+    1/k, 2/k, … k/k of its complete groups had left; ``resident_bytes``: loaded and idle, on one device; ``waits``:
+    seconds that a rank fed from outside waited, which is what its gets and puts cost.
     """
 
     stage: str
@@ -42,18 +47,59 @@ class ProfileSample:
     seconds: float
     peak_bytes: int = 0
     switch_seconds: float = 0.0
+    ranks: tuple[float, ...] = ()
+    taken: tuple[int, ...] = ()
+    each: int = 0
+    puts: int = 0
+    released: tuple[float, ...] = ()
+    resident_bytes: int = 0
+    waits: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stage, str) or not self.stage:
             raise ProfileError(f"stage is the name of a stage, not {self.stage!r}")
-        for name, least in (("devices", 0), ("portion", 1), ("items", 1), ("peak_bytes", 0)):
+        for name, least in _INTEGERS:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ProfileError(f"{name} of stage {self.stage!r} is an integer of at least {least}, not {value!r}")
-        for name in ("seconds", "switch_seconds"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-                raise ProfileError(f"{name} of stage {self.stage!r} is finite and not negative, not {value!r}")
+        for name in ("seconds", "switch_seconds", "waits"):
+            self._seconds(name, getattr(self, name))
+        for name in ("ranks", "released"):
+            for value in getattr(self, name):
+                self._seconds(name, value)
+        if len(self.ranks) != len(self.taken) or any(type(n) is not int or n < 0 for n in self.taken):
+            raise ProfileError(f"taken of stage {self.stage!r} are items, one number for each of ranks")
+        if any(b < a for a, b in pairwise(self.released)):
+            raise ProfileError(f"released of stage {self.stage!r} never falls, not {list(self.released)!r}")
+
+    def _seconds(self, name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise ProfileError(f"{name} of stage {self.stage!r} is finite and not negative, not {value!r}")
+
+
+_INTEGERS = (
+    ("devices", 0),
+    ("portion", 1),
+    ("items", 1),
+    ("peak_bytes", 0),
+    ("each", 0),
+    ("puts", 0),
+    ("resident_bytes", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """``seconds`` of a whole step with all stages on ``devices`` in turn; ``portion`` as the run was told (0: all)."""
+
+    devices: int
+    portion: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        good = all(type(n) is int and n >= 0 for n in (self.devices, self.portion))
+        if not good or type(self.seconds) not in (int, float) or not 0 <= self.seconds < math.inf:
+            raise ProfileError(f"a step has devices, portion and finite seconds, not {self!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +128,7 @@ class Profile:
     flow: str
     hardware: str
     samples: tuple[ProfileSample, ...]
+    steps: tuple[StepSample, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("flow", "hardware"):
@@ -115,28 +162,23 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the number of the format."""
         samples = [asdict(sample) for sample in self.samples]
-        return {"format": FORMAT, "flow": self.flow, "hardware": self.hardware, "samples": samples}
+        steps = [asdict(step) for step in self.steps]
+        return {"format": FORMAT, "flow": self.flow, "hardware": self.hardware, "samples": samples, "steps": steps}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
-        """The reverse of ``to_dict``; ProfileError names what is missing, unknown or of a wrong type."""
-        _same_names(data, {"format", "flow", "hardware", "samples"}, "the profile")
+        """The reverse of ``to_dict``; ProfileError names what is missing, unknown or of a wrong type. What is optional
+        may be missing, as it is in older files."""
+        _same_names(data, {"format", "flow", "hardware", "samples"}, "the profile", {"steps"})
         if data["format"] != FORMAT:
             raise ProfileError(f"format is {FORMAT}, not {data['format']!r}")
         if not isinstance(data["samples"], list):
             raise ProfileError(f"samples is a list, not {type(data['samples']).__name__}")
-        names = {field.name for field in fields(ProfileSample)}
-        samples = []
-        for index, sample in enumerate(data["samples"]):
-            where = f"samples[{index}]"
-            if not isinstance(sample, Mapping):
-                raise ProfileError(f"{where} is a mapping, not {type(sample).__name__}")
-            _same_names(sample, names, where)
-            try:
-                samples.append(ProfileSample(**sample))
-            except ProfileError as error:
-                raise ProfileError(f"{where}: {error}") from error
-        return cls(data["flow"], data["hardware"], tuple(samples))
+        samples = _records(ProfileSample, data["samples"], "samples")
+        steps = data.get("steps", [])
+        if not isinstance(steps, list):
+            raise ProfileError(f"steps is a list, not {type(steps).__name__}")
+        return cls(data["flow"], data["hardware"], samples, _records(StepSample, steps, "steps"))
 
     def save(self, path: Path) -> None:
         """Write JSON aside and rename it when whole."""
@@ -164,8 +206,34 @@ class Profile:
             raise ProfileError(f"{path}: {error}") from error
 
 
-def _same_names(data: Mapping[str, Any], names: set[str], where: str) -> None:
-    missing, unknown = sorted(names - data.keys()), sorted(data.keys() - names)
+Record = TypeVar("Record", ProfileSample, StepSample)
+
+
+def _records(kind: type[Record], rows: list[Any], what: str) -> tuple[Record, ...]:
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    optional = {field.name for field in fields(kind)} - needed
+    optional -= _ALWAYS
+    needed |= _ALWAYS if kind is ProfileSample else set()
+    found = []
+    for index, row in enumerate(rows):
+        where = f"{what}[{index}]"
+        if not isinstance(row, Mapping):
+            raise ProfileError(f"{where} is a mapping, not {type(row).__name__}")
+        _same_names(row, needed, where, optional)
+        try:
+            values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in row.items()}
+            found.append(kind(**values))
+        except (ProfileError, TypeError) as error:
+            raise ProfileError(f"{where}: {error}") from error
+    return tuple(found)
+
+
+_ALWAYS = {"peak_bytes", "switch_seconds"}
+"""Fields of a sample that every file has, although they have defaults."""
+
+
+def _same_names(data: Mapping[str, Any], names: set[str], where: str, optional: set[str] | None = None) -> None:
+    missing, unknown = sorted(names - data.keys()), sorted(data.keys() - names - (optional or set()))
     if missing:
         raise ProfileError(f"{where} lacks {', '.join(missing)}")
     if unknown:

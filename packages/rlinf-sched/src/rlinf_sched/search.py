@@ -80,7 +80,7 @@ class Search:
                 memory[1], memory[2] = keep, np.minimum(cost.memory.remainder, keep)
                 memory[3] = keep + cost.working(asked, size, option)
                 if stage.swappable:
-                    memory[0] = cost.load + cost.offload
+                    memory[0] = cost.reload(asked)
                 else:
                     memory[2] = keep
             good = np.isfinite(seconds) & (memory[3] <= problem.device_bytes)

@@ -2,7 +2,8 @@
 
 Every stage is a server that takes portions as they become available; a share is a lock that one side holds at a time.
 Two rules for the lock: ``tree`` gives it to each side once for every portion, as the planner prices it; ``lock`` is the
-runtime's: a holder keeps the devices while it has input. Times are those of the costs; with a seed, streaming stages
+runtime's: a holder keeps the devices while it has input, except where a pipe takes what comes out of the share.
+Times are those of the costs; with a seed, streaming stages
 draw their lengths and ``spread`` gives the others a relative deviation (log-normal).
 """
 
@@ -52,7 +53,7 @@ class Run:
             for bar in self.bars
             if bar.what == "work" and bar.last >= bar.first
         )
-        return 1 - work / (self.seconds * total) if self.seconds > 0 else 0.0
+        return max(0.0, 1 - work / (self.seconds * total)) if self.seconds > 0 else 0.0
 
 
 @dataclass
@@ -67,6 +68,7 @@ class _Node:
     holder: int = 1  # of a share: the side that is loaded; the step before ended with the second
     target: int = -1  # of a share: the side that is being loaded
     parts: int = 1  # of a streaming leaf: releases for one portion
+    feeds: bool = False  # of a share: what comes out of it goes on through a pipe
     busy: bool = False
 
 
@@ -128,8 +130,8 @@ class _Simulation:
         assert self.root.done == 1, "every plan tree comes to its end"
         return Run(self.clock, self.busy, self.switching, tuple(self.bars), devices(self.root.tree))
 
-    def _node(self, tree: Node, portion: int, first: int) -> _Node:
-        node = _Node(tree, portion, first)
+    def _node(self, tree: Node, portion: int, first: int, feeds: bool = False) -> _Node:
+        node = _Node(tree, portion, first, feeds=feeds)
         if isinstance(tree, Leaf):
             return node
         one, other = sides(tree)
@@ -137,8 +139,8 @@ class _Simulation:
         inner = tree.portion if isinstance(tree, Pipe) else portion
         streams = isinstance(tree, Pipe) and isinstance(one, Leaf) and one.portion != inner
         node.children = [
-            self._node(one, portion if streams else inner, first),
-            self._node(other, inner, first + shift),
+            self._node(one, portion if streams else inner, first, feeds or isinstance(tree, Pipe)),
+            self._node(other, inner, first + shift, feeds),
         ]
         if streams:
             node.children[0].parts = portion // inner
@@ -188,7 +190,7 @@ class _Simulation:
         if node.target >= 0:
             return
         waiting = (node.allowed > one.done, one.done > other.done)  # each side has input, or is at work on it
-        if self.rule == "tree":
+        if self.rule == "tree" or node.feeds:
             side = 0 if one.done == other.done else 1
             limits = (other.done + 1, one.done)
         else:
@@ -246,19 +248,11 @@ class _Simulation:
     def _drawn(self, cost: StreamCost, leaf: Leaf, parts: int) -> list[float]:
         """Lengths drawn from their distribution, whole groups dealt to the replicas in turn."""
         assert self.rng is not None
-        at = self.rng.random(leaf.portion)
-        grid = (np.arange(len(cost.lengths)) + 0.5) / len(cost.lengths)
-        lengths = np.interp(at, grid, cost.lengths)
         stage = self.problem.graph.stages[leaf.stage]
-        count = int(self.problem.evaluated(stage, (leaf.devices,))[0])
-        replicas = max(1, count // cost.replica)
-        groups = np.arange(leaf.portion) // cost.group
-        ends = []
-        for replica in range(min(replicas, int(groups[-1]) + 1)):
-            mine = lengths[groups % replicas == replica]
-            finish = streaming.decode(mine, leaf.option or 1, cost.alpha, cost.beta)
-            ends.append(streaming.group_ends(finish, cost.group))
-        pooled = np.sort(np.concatenate(ends))
+        replicas = max(1, int(self.problem.evaluated(stage, (leaf.devices,))[0]) // cost.replica)
+        pooled = streaming.drawn(
+            cost.lengths, leaf.portion, replicas, cost.group, leaf.option or 1, cost.alpha, cost.beta, self.rng
+        )
         return [cost.fixed + float(x) for x in streaming.at_parts(pooled, parts)]
 
     def _event(self, when: float, what: str, node: _Node, value: int) -> None:

@@ -68,6 +68,28 @@ def at_parts(ends: Sequence[float] | Floats, parts: int) -> Floats:
     return found
 
 
+def drawn(
+    lengths: Sequence[float],
+    count: int,
+    replicas: int,
+    group: int,
+    slots: int,
+    alpha: float,
+    beta: float,
+    rng: np.random.Generator,
+) -> Floats:
+    """When whole groups leave, rising: ``count`` lengths drawn from their distribution, groups dealt to the replicas in
+    turn."""
+    grid = (np.arange(len(lengths)) + 0.5) / len(lengths)
+    found = np.interp(rng.random(count), grid, lengths)
+    groups = np.arange(count) // group
+    ends = []
+    for replica in range(min(replicas, int(groups[-1]) + 1)):
+        finish = decode(found[groups % replicas == replica], slots, alpha, beta)
+        ends.append(group_ends(finish, group))
+    return np.sort(np.concatenate(ends))
+
+
 def weibull(shape: float, scale: float, clip: float, points: int = 256) -> tuple[float, ...]:
     """Sorted quantiles of a clipped Weibull distribution."""
     at = (np.arange(points) + 0.5) / points

@@ -171,7 +171,7 @@ def leaf_price(leaf: Leaf, problem: Problem) -> Price:
     peak = keep + float(cost.working(counts, leaf.portion, leaf.option)[0])
     if not stage.swappable:
         return Price(seconds, seconds, 0.0, keep, keep, peak)
-    return Price(seconds, seconds, cost.load + cost.offload, keep, min(cost.memory.remainder, keep), peak)
+    return Price(seconds, seconds, float(cost.reload(counts)[0]), keep, min(cost.memory.remainder, keep), peak)
 
 
 def release(leaf: Leaf, parts: int, problem: Problem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

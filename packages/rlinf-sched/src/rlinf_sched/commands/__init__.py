@@ -9,11 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlinf_sched.commands.profile import chosen_of
 from rlinf_sched.explain import explain
 from rlinf_sched.export import to_plan
 from rlinf_sched.gantt import write_perfetto, write_png
 from rlinf_sched.graph import SchedError
-from rlinf_sched.planner import Plan, plan
+from rlinf_sched.planner import plan
+from rlinf_sched.planread import read_plan
+from rlinf_sched.predict import predict
+from rlinf_sched.problem import Problem
 from rlinf_sched.problemfile import problem_from_dict, read_data, resized
 from rlinf_sched.profile import Profile, ProfileError
 from rlinf_sched.simulator import simulate
@@ -25,6 +29,7 @@ def plan_command(argv: list[str]) -> int:
     parser = _parser("plan", plan_command.__doc__)
     parser.add_argument("--out", type=Path, help="write the plan for `rlinf run plan=OUT` (YAML or JSON)")
     parser.add_argument("--family", choices=("temporal", "spatial", "hybrid"), help="write this family's best instead")
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="draw each family's best plan into this folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     return _guarded(parser, argv, _plan)
 
@@ -32,6 +37,7 @@ def plan_command(argv: list[str]) -> int:
 def simulate_command(argv: list[str]) -> int:
     """``rlinf simulate FILE``: a discrete-event run of the plan on any number of devices, with a Gantt chart."""
     parser = _parser("simulate", simulate_command.__doc__)
+    parser.add_argument("--plan", type=Path, help="simulate this plan of `rlinf run` instead, rank by rank")
     parser.add_argument("--family", choices=("temporal", "spatial", "hybrid"), help="simulate this family's best")
     parser.add_argument("--rule", choices=("tree", "lock"), default="tree", help="how a device changes hands")
     parser.add_argument("--capacity", type=int, help="portions that a stage may be ahead of the next (at least 2)")
@@ -62,15 +68,16 @@ def _guarded(parser: argparse.ArgumentParser, argv: list[str], run: Any) -> int:
         problem = resized(problem, arguments.devices, arguments.items)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        run(plan(problem), arguments)
+        run(problem, arguments)
     except (SchedError, ProfileError) as error:
         print(f"rlinf {parser.prog.split()[-1]}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _plan(found: Plan, arguments: argparse.Namespace) -> None:
-    chosen = _chosen(found, arguments.family)
+def _plan(problem: Problem, arguments: argparse.Namespace) -> None:
+    found = plan(problem)
+    chosen = chosen_of(found, arguments.family)
     data = to_plan(found, chosen)
     explanation = explain(found)
     if arguments.json:
@@ -80,31 +87,41 @@ def _plan(found: Plan, arguments: argparse.Namespace) -> None:
         print(explanation.text())
     if arguments.out is not None:
         _write(arguments.out, data)
+    if arguments.png is not None:
+        arguments.png.mkdir(parents=True, exist_ok=True)
+        for name, candidate in found.families.items():
+            write_png(candidate.run, arguments.png / f"{name}.png", f"{name}: {candidate.rescored:.4g} s")
 
 
-def _simulate(found: Plan, arguments: argparse.Namespace) -> None:
-    chosen = _chosen(found, arguments.family)
-    spread = {name: arguments.spread for name in found.problem.graph.stages}
-    run = simulate(
-        chosen.tree, found.problem, rule=arguments.rule, capacity=arguments.capacity, seed=arguments.seed, spread=spread
-    )
-    print(f"{describe(chosen.tree, found.problem)}: {run.seconds:.4g} s, predicted {chosen.seconds:.4g} s")
+def _simulate(problem: Problem, arguments: argparse.Namespace) -> None:
+    if arguments.plan is not None:
+        data = read_data(arguments.plan)
+        for warning in read_plan(data, problem, source=str(arguments.plan)).warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        run = predict(problem, data, source=str(arguments.plan))
+        title, devices = f"{data.get('name', 'plan')}", data.get("devices") or problem.devices
+        print(f"{arguments.plan}: {run.seconds:.4g} s")
+    else:
+        found = plan(problem)
+        chosen = chosen_of(found, arguments.family)
+        spread = {name: arguments.spread for name in found.problem.graph.stages}
+        run = simulate(
+            chosen.tree,
+            found.problem,
+            rule=arguments.rule,
+            capacity=arguments.capacity,
+            seed=arguments.seed,
+            spread=spread,
+        )
+        title, devices = chosen.family, problem.devices
+        print(f"{describe(chosen.tree, found.problem)}: {run.seconds:.4g} s, predicted {chosen.seconds:.4g} s")
     for name, busy in run.busy.items():
         print(f"  {name}: busy {busy:.4g} s")
-    print(f"  switching {run.switching:.4g} s, idle {run.idle(found.problem.devices):.0%}")
+    print(f"  switching {run.switching:.4g} s, idle {run.idle(devices):.0%}")
     if arguments.png is not None:
-        write_png(run, arguments.png, f"{chosen.family}: {run.seconds:.4g} s")
+        write_png(run, arguments.png, f"{title}: {run.seconds:.4g} s")
     if arguments.perfetto is not None:
         write_perfetto(run, arguments.perfetto)
-
-
-def _chosen(found: Plan, family: str | None) -> Any:
-    if family is None:
-        return found.best
-    if family not in found.families:
-        have = ", ".join(found.families)
-        raise SchedError(f"there is no {family} plan for this problem; there are: {have}")
-    return found.families[family]
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
