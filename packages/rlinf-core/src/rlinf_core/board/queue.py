@@ -6,6 +6,7 @@ be broken: single entries, or whole groups of samples when the stage's barrier i
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class ReaderQueue:
         self._ungrouped = 0
         self._announced: dict[str, set[str]] = {}
         self._shards: list[deque[tuple[_Spec, Atom]]] = [deque() for _ in range(ranks)]
-        self._fair: int | None = None
+        self._fair: deque[list[Atom]] | None = None
         self._order = order
         self._eager = eager
         self._cursor = 0
@@ -235,10 +236,7 @@ class ReaderQueue:
                 return None
             if self.barrier == "batch" or want.key is not ANY or self.ranks == 1 or self.collective:
                 return list(self._atoms(want.key))
-            # "Everything" for ranks that work alone is a fair part each, dealt as they ask.
-            if self._fair is None:
-                self._fair = max(1, -(-len(self._entries) // self.ranks))
-            n = self._fair
+            return self._fair_part(want)
         elif not self.ended and len(self._entries) < n:
             return None
         # A plan's portion of whole groups has one for every rank that shares it, or some would have nothing to do.
@@ -251,6 +249,16 @@ class ReaderQueue:
             if count >= n and len(picked) >= least:
                 return picked
         return picked if self.ended else None
+
+    def _fair_part(self, want: Want) -> list[Atom]:
+        """ "Everything" for ranks that work alone: a part of about the same weight for each, dealt as they ask."""
+        if self._fair is None:
+            self._fair = deque(fair_parts(list(self._atoms(want.key)), self.ranks))
+        while self._fair:
+            part = [atom for atom in self._fair.popleft() if atom[0].uid in self._entries]
+            if part:
+                return part
+        return list(self._atoms(want.key))
 
     def _what_is_there(self, want: Want, n: int | None) -> list[Atom] | None:
         picked: list[Atom] = []
@@ -435,6 +443,20 @@ def pick_weight(atoms: Iterable[Atom], target: float, ended: bool) -> list[Atom]
         if total >= target:
             return picked
     return picked if ended else None
+
+
+def fair_parts(atoms: Sequence[Atom], parts: int) -> list[list[Atom]]:
+    """Dealt so that the heaviest part is light: the heaviest atom first, always to the lightest part (the longest-
+    processing-time rule, at most 4/3 of the best). Each part keeps the order of arrival; the heaviest part is first."""
+    weights = [sum(entry.weight for entry in atom) for atom in atoms]
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    lightest = [(0.0, 0, part) for part in range(parts)]
+    for index in sorted(range(len(atoms)), key=lambda i: (-weights[i], i)):
+        total, count, part = heapq.heappop(lightest)
+        dealt[part].append(index)
+        heapq.heappush(lightest, (total + weights[index], count + 1, part))
+    order = sorted(lightest, key=lambda one: (-one[0], -one[1], one[2]))
+    return [[atoms[i] for i in sorted(dealt[part])] for _, _, part in order]
 
 
 def split_balanced(atoms: Sequence[Atom], ranks: int) -> list[Sequence[Atom]]:
