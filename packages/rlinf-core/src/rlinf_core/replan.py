@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from rlinf_core.errors import PlanError
+from rlinf_core.errors import PlanError, describe
 from rlinf_core.graph import FlowGraph
 from rlinf_core.placement import ClusterInfo
 from rlinf_core.plan import FlatPlan, Plan, flatten
@@ -40,7 +40,7 @@ class Replanning:
         apply: Callable[[Plan, FlatPlan], None],
         note: Callable[[str], None],
     ) -> None:
-        self._replanner = replanner
+        self._replanner: Replanner | None = replanner
         self._phase = phase
         self._graph = graph
         self._cluster = cluster
@@ -51,20 +51,29 @@ class Replanning:
         self.changes = 0
 
     def step_done(self, phase: str, index: int, stages: Mapping[str, float], seconds: float) -> bool:
-        """Whether the plan was changed. Raises PlanError when the replanner's plan is none for this run."""
-        if phase != self._phase:
+        """Whether the plan was changed. A replanner that fails, or whose plan is none for this run, is not asked again:
+        the run goes on as it was planned."""
+        if phase != self._phase or self._replanner is None:
             return False
-        answer = self._replanner.step(index, stages, seconds)
+        try:
+            return self._ask(self._replanner, index, stages, seconds)
+        except Exception as error:  # of a plugin: no reason to lose a run
+            self._replanner = None
+            self._note(f"the plan stays as it is from here on: {describe(error)}")
+            return False
+
+    def _ask(self, replanner: Replanner, index: int, stages: Mapping[str, float], seconds: float) -> bool:
+        answer = replanner.step(index, stages, seconds)
         if answer is None:
             return False
         if isinstance(answer, str):
             self._note(f"plan: {answer}")
             return False
         data, why = answer
-        self.changes += 1
         plan = Plan.from_dict(data, source=f"plan after step {index}")
         flat = flatten(plan, self._graph, self._cluster)
         self._check(flat, index)
+        self.changes += 1
         self._plan, self._flat = plan, flat
         self._apply(plan, flat)
         self._note(f"plan changed after step {index}: {why}")
