@@ -65,6 +65,13 @@ GRPO = (
     "eval.problems=16",
     "warm_start.max_steps=1",
 )
+TIGHT = (
+    "cluster.virtual_device_bytes=100",
+    "generator.bytes=40",
+    "reference.bytes=30",
+    "critic.bytes=30",
+    "trainer.bytes=60",
+)
 WORKLOADS = {
     "training_heavy": Workload(
         "examples/m2flow/training_heavy.py",
@@ -107,6 +114,22 @@ WORKLOADS = {
                 ),
             ),
         ),
+    ),
+    "ppo_tight": Workload(  # the same where a device cannot hold all four stages: switching is part of the price
+        "examples/m2flow/ppo.py",
+        8,
+        "2,4,8",
+        (
+            Case(
+                "reference and critic side by side, all swapped",
+                share(
+                    leaf(GEN, "0-7"),
+                    share(parallel(leaf("reference", "0-2"), leaf("critic", "3-7")), leaf(TRAIN, "0-7")),
+                ),
+            ),
+        ),
+        other_devices=(6,),
+        overrides=TIGHT,
     ),
     "embodied": Workload(
         "examples/m2flow/embodied.py",

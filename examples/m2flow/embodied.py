@@ -27,6 +27,7 @@ class Rollout:
     tail: float = 0.4
     load: float = 0.1
     offload: float = 0.1
+    bytes: int = 0
 
 
 @dataclass

@@ -66,6 +66,7 @@ class Decoding:
     longest: float = 6.0  # times the mean, where a response is cut
     load: float = 0.1
     offload: float = 0.1
+    bytes: int = 0  # of a device, while loaded
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Work:
     tail: float = 0.4
     load: float = 0.1
     offload: float = 0.1
+    bytes: int = 0  # of a device, while loaded
 
 
 def luck(tail: float, *key: object) -> float:
@@ -153,6 +155,9 @@ class Stage(Worker):
     def offload(self) -> None:
         with self._noting("offload"):
             time.sleep(self.cfg.offload)
+
+    def memory_bytes(self) -> int | None:
+        return self.cfg.bytes or None
 
     def teardown(self) -> None:
         folder = self.run_dir / "diary"
