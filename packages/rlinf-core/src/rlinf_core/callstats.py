@@ -49,6 +49,11 @@ class DeviceMemory:
         cuda = _cuda()
         return int(cuda.memory_allocated()) if cuda is not None else _status("RssAnon")
 
+    def capacity(self) -> int:
+        """Bytes of the smallest of its accelerators; 0 on a CPU slot."""
+        cuda = _cuda()
+        return min(int(cuda.mem_get_info(i)[1]) for i in range(cuda.device_count())) if cuda is not None else 0
+
     def restart(self) -> None:
         """Begin a new peak."""
         cuda = _cuda()

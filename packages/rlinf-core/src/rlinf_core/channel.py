@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from rlinf_core.errors import (
     WaitTimeout,
 )
 from rlinf_core.hub.client import HubClient, Pending
-from rlinf_core.hub.messages import AtSafePoint, ChannelArg
+from rlinf_core.hub.messages import DRIVER, Accepted, AtSafePoint, Blocked, ChannelArg
 from rlinf_core.payload import Descriptor, Frame, PayloadFetcher, PayloadStore, encode
 from rlinf_core.worker import In, Out
 
@@ -121,14 +122,26 @@ def _message(channel: str, cause: str) -> str:
     return f"channel {channel!r}: {cause}"
 
 
+WINDOW_PUTS = 8
+WINDOW_BYTES = 1 << 20
+"""A task goes on while no more puts than this on a channel, and no more bytes, are unanswered."""
+
+
 class Writer(Out[Any]):
-    """A bound ``Out``."""
+    """A bound ``Out``.
+
+    The engine thread of a worker does not wait for the answer of each put, but for the oldest ones once there are more
+    unanswered than the window allows, and for all of them in ``close``. What is refused is raised there too. The hub
+    takes puts in their order either way.
+    """
 
     def __init__(self, endpoint: Endpoint, arg: ChannelArg) -> None:
         self.name = arg.channel
         self._endpoint = endpoint
         self._writer = arg.writer
         self._closed = False
+        self._unanswered: deque[tuple[Pending, tuple[ev.Item, ...], int]] = deque()
+        self._unanswered_bytes = 0
 
     def _item(self, frame: Frame, references: int, item: Any, key: Hashable, weight: float) -> ev.Item:
         e = self._endpoint
@@ -146,15 +159,18 @@ class Writer(Out[Any]):
             group_size=int(getattr(item, "group_size", 1)),
         )
 
-    def _send(self, items: tuple[ev.Item, ...], nowait: bool) -> Pending:
+    def _send(self, items: tuple[ev.Item, ...], nowait: bool, ahead: bool = False) -> Pending:
         return self._endpoint.client.request(
-            lambda req: ev.Put(req=req, writer=self._writer, channel=self.name, items=items, nowait=nowait),
+            lambda req: ev.Put(req, self._writer, self.name, items, nowait, ahead),
             f"credit to put on channel {self.name!r}",
+            ahead=ahead,
         )
 
     def _prepare(self, item: Any, keys: tuple[Hashable, ...], weight: float) -> tuple[ev.Item, ...]:
         if self._closed:
             raise ChannelClosed(_message(self.name, "put after this task closed it"))
+        if self._unanswered and self._endpoint.client.on_engine_thread():
+            self._settle(WINDOW_PUTS, WINDOW_BYTES)  # what was refused is said before more is sent
         if not weight >= 0:
             raise ChannelError(_message(self.name, f"weight must be a number >= 0, got {weight!r}"))
         for key in keys:
@@ -168,7 +184,7 @@ class Writer(Out[Any]):
         return (first, *rest)
 
     def _answer(self, answer: Any, items: tuple[ev.Item, ...]) -> None:
-        if isinstance(answer, ev.PutDone):
+        if isinstance(answer, ev.PutDone | Accepted):
             return
         self._endpoint.store.release([i.descriptor.key for i in items])  # type: ignore[attr-defined]
         if isinstance(answer, ev.PutRefused):
@@ -181,10 +197,32 @@ class Writer(Out[Any]):
         self._put(self._prepare(item, (key,), weight), timeout)
 
     def _put(self, items: tuple[ev.Item, ...], timeout: float | None) -> None:
-        with self._endpoint.clock.counting("wait"):
-            pending = self._send(items, nowait=False)
-            self._answer(_wait(self._endpoint, pending, timeout), items)
+        e = self._endpoint
+        with e.clock.counting("wait"):
+            if timeout is None and e.client.member != DRIVER and e.client.on_engine_thread():
+                pending = self._send(items, nowait=False, ahead=True)
+                size = sum(item.nbytes for item in items)
+                self._unanswered.append((pending, items, size))
+                self._unanswered_bytes += size
+                self._settle(WINDOW_PUTS, WINDOW_BYTES)
+                e.client.serve(aside=not e.sections.inside())  # as a wait would have done
+            else:
+                pending = self._send(items, nowait=False)
+                self._answer(_wait(e, pending, timeout), items)
         self._note(items)
+
+    def _settle(self, puts: int, size: int) -> None:
+        """Look at the answers that have come, and wait until at most ``puts`` puts and ``size`` bytes have none."""
+        client = self._endpoint.client
+        while self._unanswered:
+            pending, items, its_size = self._unanswered[0]
+            if not pending.done and len(self._unanswered) <= puts and self._unanswered_bytes <= size:
+                return
+            self._unanswered.popleft()
+            self._unanswered_bytes -= its_size
+            if not pending.done:
+                client.send(Blocked(pending.req))
+            self._answer(_wait(self._endpoint, pending, None), items)
 
     def _note(self, items: tuple[ev.Item, ...]) -> None:
         clock = self._endpoint.clock
@@ -217,6 +255,8 @@ class Writer(Out[Any]):
 
     def close(self) -> None:
         if not self._closed:
+            with self._endpoint.clock.counting("wait"):
+                self._settle(0, 0)
             self._closed = True
             self._endpoint.client.send(ev.CloseWriter(channel=self.name, writer=self._writer))
 
@@ -276,7 +316,7 @@ class Reader(In[Any]):
             return []
         values = self._endpoint.fetcher.fetch(descriptors)
         self._endpoint.clock.items += len(values)
-        self._endpoint.client.send(ev.Fetched(uids=tuple(uids), group=self._endpoint.group))
+        self._endpoint.client.send_along(ev.Fetched(uids=tuple(uids), group=self._endpoint.group))
         return values
 
     def _take(

@@ -81,6 +81,8 @@ class HostSpec:
     swapped: bool = False
     """It is offloaded for them."""
     slots: int | None = None
+    device_bytes: int = 0
+    """Memory that a CPU slot stands for (0: not said)."""
     in_process: bool = False
     """Debug mode: a thread of the driver, which leaves the process's environment alone."""
 
@@ -326,6 +328,7 @@ class Host(Sections):
             switch_before,
             clock.releases.puts,
             clock.releases.curve(),
+            (self._memory.capacity() or self.spec.device_bytes) if self.spec.uses_devices else 0,
         )
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()
@@ -335,6 +338,9 @@ class Host(Sections):
 
     def _memory_of_call(self) -> tuple[int, int]:
         """Peak and what loading added; nothing where no device is used or threads share one process."""
+        declared = self.worker.memory_bytes() if self.worker is not None and self.spec.uses_devices else None
+        if declared is not None:
+            return declared, declared
         if not self._measures:
             return 0, 0
         return max(0, self._memory.peak() - self._base_bytes), self._load_bytes

@@ -183,6 +183,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
                     run_dir=directory.path,
                     launch_timeout_s=cfg.cluster.launch_timeout_s,
                     stall_timeout_s=cfg.cluster.stall_timeout_s,
+                    device_bytes=cfg.cluster.virtual_device_bytes or 0,
                     sys_path=_user_path(cfg.program),
                     on_log=listener.log,
                 )

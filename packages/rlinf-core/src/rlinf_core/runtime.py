@@ -132,6 +132,7 @@ class Runtime:
         run_dir: Path,
         launch_timeout_s: float,
         stall_timeout_s: float,
+        device_bytes: int = 0,
         sys_path: tuple[str, ...] = (),
         on_log: Callable[[Log], None] | None = None,
     ) -> None:
@@ -143,6 +144,7 @@ class Runtime:
         self.failure: Failure | None = None
         self.reads: set[str] = set()
         self._launch_timeout = launch_timeout_s
+        self._device_bytes = device_bytes
         self._sys_path = sys_path
         self._code = _zip(sys_path) if len(cluster.nodes) > 1 else b""
         self._on_log = on_log
@@ -227,6 +229,7 @@ class Runtime:
             shares=self.plan.shares(group.name),
             swapped=bool(devices) and not self.plan.groups[group.name].resident,
             slots=self.plan.groups[group.name].slots,
+            device_bytes=self._device_bytes,
             in_process=self.cluster.debug,
         )
         return spec, node

@@ -234,6 +234,11 @@ class Worker:
         """Take state off the device. Called only when another stage wants it, and once after ``setup`` in a group that
         shares its devices."""
 
+    def memory_bytes(self) -> int | None:
+        """Bytes on each of its devices while it is loaded, for a stand-in on CPU slots that does not really take them;
+        ``None``: what loading takes is measured."""
+        return None
+
     def teardown(self) -> None:
         """Free what ``setup`` made (pools, files). Runs when the run ends in order."""
 

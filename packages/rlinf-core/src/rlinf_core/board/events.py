@@ -108,13 +108,17 @@ class SealWriters:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Answered by ``PutDone`` once *all* items are in, or ``PutRefused``. ``nowait``: all now, or none."""
+    """Answered by ``PutDone`` once *all* items are in, or ``PutRefused``. ``nowait``: all now, or none.
+
+    ``ahead``: the writer goes on without the answer (the same for the board).
+    """
 
     req: Req
     writer: str
     channel: str
     items: tuple[Item, ...]
     nowait: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

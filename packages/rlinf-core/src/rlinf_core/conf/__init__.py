@@ -25,6 +25,10 @@ class ClusterConfig:
     virtual_devices: int = field(
         default=2, metadata={"min": 0, "help": "CPU slots that stand for devices where there is no accelerator"}
     )
+    virtual_device_bytes: int | None = field(
+        default=None,
+        metadata={"min": 1, "help": "memory that a CPU slot stands for when it is planned; null: as much as is needed"},
+    )
     debug: bool = field(default=False, metadata={"help": "run everything in one process, with threads"})
     launch_timeout_s: float = field(
         default=300.0, metadata={"min": 0.1, "help": "longest time for a group to become ready"}

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from rlinf_core.errors import Cancelled, WaitTimeout, describe
-from rlinf_core.hub import wire
+from rlinf_core.hub import codec, wire
 from rlinf_core.hub.messages import Call, Cancel, Hello, Offload, Release, Stacks
 
 
@@ -59,6 +59,8 @@ class HubClient:
         self.member = hello.member
         self._socket = wire.connect(address, secret, timeout)
         self._send_lock = threading.Lock()
+        self._held: list[bytes] = []
+        """Frames that go along with the next message."""
         self._condition = threading.Condition()
         self._ids = itertools.count()
         self._pending: dict[tuple[str, int], Pending] = {}
@@ -83,18 +85,34 @@ class HubClient:
     # Sending
 
     def send(self, *messages: Any) -> None:
-        data = b"".join(wire.pack(m) for m in messages)
+        frames = [codec.pack(m) for m in messages]
         with self._send_lock:
+            if self._held:
+                frames[:0] = self._held
+                self._held.clear()
+            data = frames[0] if len(frames) == 1 else b"".join(frames)
             try:
                 self._socket.sendall(data)
             except OSError as error:
                 raise Cancelled(f"{self.member}: the hub is gone ({error})") from error
 
-    def request(self, build: Callable[[tuple[str, int]], Any], what: str) -> Pending:
-        """Send the event that ``build(req)`` makes; ``what`` says in words what is waited for."""
+    def send_along(self, message: Any) -> None:
+        """Send a message that nobody waits for together with the next one, or when this process begins to wait."""
+        frame = codec.pack(message)
+        with self._send_lock:
+            self._held.append(frame)
+
+    def _send_held(self) -> None:
+        """Before a wait: what was to go along with the next message goes now."""
+        if self._held and self.cancelled is None:
+            self.send()
+
+    def request(self, build: Callable[[tuple[str, int]], Any], what: str, *, ahead: bool = False) -> Pending:
+        """Send the event that ``build(req)`` makes; ``what`` says in words what is waited for. ``ahead``: the engine
+        thread goes on without the answer, and says ``Blocked`` if it comes to wait for it."""
         self.check()
         number = next(self._ids)
-        if threading.current_thread() is not self.engine_thread:
+        if ahead or not self.on_engine_thread():
             number = -number - 1  # the engine thread may be at work meanwhile: the hub does not count this as its wait
         pending = Pending((self.member, number), what)
         with self._condition:
@@ -102,12 +120,16 @@ class HubClient:
         self.send(build(pending.req))
         return pending
 
+    def on_engine_thread(self) -> bool:
+        return threading.current_thread() is self.engine_thread
+
     def forget(self, pending: Pending) -> None:
         with self._condition:
             self._pending.pop(pending.req, None)
 
     def on_done(self, pending: Pending, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the control thread when the request is answered or the run is stopped."""
+        self._send_held()  # an asynchronous wait begins
         with self._condition:
             if not pending.done and self.cancelled is None:
                 pending.callbacks.append(callback)
@@ -125,8 +147,10 @@ class HubClient:
         """Value of a request. On the engine thread it serves offload requests meanwhile, and calls that may be run
         ``aside`` if the caller allows it."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        engine = threading.current_thread() is self.engine_thread
+        engine = self.on_engine_thread()
         aside = aside and not self._aside
+        if not pending.done:
+            self._send_held()
         while True:
             with self._condition:
                 while not pending.done:
@@ -145,6 +169,7 @@ class HubClient:
 
     def next_call(self) -> Call:
         """Next call for the engine thread; blocks, serving offload requests."""
+        self._send_held()
         while True:
             with self._condition:
                 while not (self._calls or self._side_calls or self._offload_wanted):
@@ -154,6 +179,13 @@ class HubClient:
                 if not self._offload_wanted and not self._side_calls:
                     return self._calls.popleft()
             self.offload_if_wanted()
+            self.serve_side_calls()
+
+    def serve(self, *, aside: bool) -> None:
+        """What a wait on the engine thread would serve, without one."""
+        if self._offload_wanted:
+            self.offload_if_wanted()
+        if aside and self._side_calls:
             self.serve_side_calls()
 
     def serve_side_calls(self) -> None:
@@ -192,15 +224,19 @@ class HubClient:
     # Control thread
 
     def _read(self) -> None:
-        reason = "the hub closed the connection"
+        reason = "the hub is gone (connection closed by the peer)"
+        frames = wire.Frames()
         try:
             while True:
                 try:
-                    message = wire.recv_message(self._socket)
-                except (OSError, EOFError) as error:
+                    data = self._socket.recv(wire.RECEIVE_BYTES)
+                except OSError as error:
                     reason = f"the hub is gone ({error})"
                     return
-                self._dispatch(message)
+                if not data:
+                    return
+                for body in frames.feed(data):
+                    self._dispatch(codec.unpack(body))
         except Exception as error:  # a fault in here must end the waits of this process, not leave them hanging
             reason = f"its control thread failed: {describe(error)}"
         finally:

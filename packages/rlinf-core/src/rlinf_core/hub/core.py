@@ -16,8 +16,10 @@ from rlinf_core.board.board import Board
 from rlinf_core.devicelock import DeviceLock
 from rlinf_core.hub.messages import (
     DRIVER,
+    Accepted,
     Acquire,
     AtSafePoint,
+    Blocked,
     Call,
     CallResult,
     Cancel,
@@ -48,6 +50,8 @@ class MemberState:
     leaving: bool = False
     calls: dict[int, Call] = field(default_factory=dict)
     waits: dict[tuple[str, int], str] = field(default_factory=dict)
+    beside: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Unanswered puts that it does not wait for, or not yet."""
     feeds: int = 0
 
     def describe(self) -> str:
@@ -102,6 +106,8 @@ class HubCore:
             return self._board(member, message.event, inside=True)
         if isinstance(message, Acquire | ReleaseDevices | Offloaded):
             return self._device(member, message)
+        if isinstance(message, Blocked):
+            return self._blocked(member, message.req)
         if isinstance(message, Call):
             return self._call(message)
         if isinstance(message, CallResult):
@@ -188,16 +194,28 @@ class HubCore:
         if isinstance(event, ev.CancelRequest):
             if state is not None:
                 state.waits.pop(cast(tuple[str, int], event.req), None)
+                state.beside.pop(cast(tuple[str, int], event.req), None)
             self._suspended.pop(cast(tuple[str, int], event.req), None)
             return self._instructions(self.board.handle(event))
-        # A negative number: asked by a thread beside the engine thread, which may be at work meanwhile.
-        if req is not None and state is not None and (req[1] >= 0 or member == DRIVER):
-            state.waits[req] = _wait_text(event)
+        # A negative number: asked by a thread beside the engine thread, or ahead by that: it may be at work meanwhile.
+        if req is not None and state is not None:
+            if req[1] >= 0 or member == DRIVER:
+                state.waits[req] = _wait_text(event)
+            elif isinstance(event, ev.Put) and event.ahead:
+                state.beside[req] = _wait_text(event)
         out = self._instructions(self.board.handle(event))
         if req is not None and state is not None and req in state.waits:
             # It waits: for input, or for credit. Either way another replica may have the devices meanwhile.
             out += self._suspend(member, req) if inside else self._idle(member)
         return out
+
+    def _blocked(self, member: str, req: tuple[str, int]) -> Outgoing:
+        """From now on the member waits, unless it has been answered meanwhile."""
+        state = self.members[member]
+        if req not in state.beside:
+            return []
+        state.waits[req] = state.beside.pop(req)
+        return self._idle(member)
 
     def _instructions(self, instructions: list[Any]) -> Outgoing:
         out: Outgoing = []
@@ -225,6 +243,8 @@ class HubCore:
             state.waits[req] = "devices"
             return self._lock_instructions(self.lock.handle(devicelock.Acquire(*place)))
         state.waits.pop(req, None)
+        if state.beside.pop(req, None) is not None and isinstance(answer, ev.PutDone):
+            answer = Accepted(req)
         return [(req[0], answer)]
 
     # Devices

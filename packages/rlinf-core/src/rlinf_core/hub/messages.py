@@ -75,6 +75,8 @@ class CallTimes:
     """Items that the call put."""
     released: tuple[float, ...] = ()
     """When 1/k, 2/k, … of what it made was out, in seconds of its own work (see ``callstats.Releases``)."""
+    device_bytes: int = 0
+    """Memory of one of its devices (0: a CPU slot, which has what the machine has)."""
 
     @property
     def work(self) -> float:
@@ -169,6 +171,20 @@ class ReleaseDevices:
 @dataclass(frozen=True, slots=True)
 class Offloaded:
     member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """``PutDone`` of a put that nobody waits for."""
+
+    req: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The member now waits for the answer of a put that it went on without."""
+
+    req: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ watches for runs that cannot move any more.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 import traceback
@@ -15,13 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 from rlinf_core.errors import describe
-from rlinf_core.hub import wire
+from rlinf_core.hub import codec
+from rlinf_core.hub.connection import Connection
 from rlinf_core.hub.core import HubCore, Outgoing
-from rlinf_core.hub.messages import DRIVER, Failure, Hello, Log, Stacks
+from rlinf_core.hub.messages import DRIVER, Accepted, Blocked, Failure, Hello, Log, Release, Stacks
 
 DEADLOCK_AFTER_S = 10.0
 """All open calls wait and no message has come for this long: nothing can move any more."""
 STACKS_AFTER_S = 3.0
+LATER_S = 0.02
+"""What nobody waits for (``_LATER``) goes with the next message to the same member, or after this."""
+_LATER = (Release, Accepted)
 DEVICE_NOTE_S = 60.0
 """A wait for devices is mentioned after this long, and again each time it has doubled."""
 
@@ -35,12 +38,20 @@ class HubServer:
         self._secret = secret
         self._stall_timeout = stall_timeout_s
         self._loop = asyncio.new_event_loop()
-        self._writers: dict[str, asyncio.StreamWriter] = {}
+        self._connections: dict[str, Connection] = {}
+        """Of the members that have said who they are and are not lost."""
+        self._open: set[Connection] = set()
+        self._unsent: dict[Connection, None] = {}
+        """Connections with messages that are not sent yet."""
         self._last_message = time.monotonic()
         self._heard: dict[str, float] = {}
         """When each member last said anything."""
         self._device_waits: dict[tuple[str, int], tuple[float, float]] = {}
         """Since when each wait for devices lasts, and after how many seconds it is next mentioned."""
+        self._later: dict[Connection, asyncio.TimerHandle] = {}
+        """Connections with messages that nobody waits for, and when those go at the latest."""
+        self._behind: dict[Connection, tuple[int, float]] = {}
+        """Members with too much waiting for them -> what they had taken, and when they last took more."""
         self._stacks: dict[str, str] = {}
         self._ready = threading.Event()
         self.address: tuple[str, int] = ("", 0)
@@ -62,10 +73,10 @@ class HubServer:
         """The member's process has ended although its connection still stands (a fork of it may hold that)."""
 
         def body() -> None:
-            writer = self._writers.pop(member, None)
-            if writer is not None:
-                writer.close()
-                self._route(self.core.lost(member))
+            connection = self._connections.get(member)
+            if connection is not None:
+                self.ended(connection)
+                connection.close()
 
         self._loop.call_soon_threadsafe(body)
 
@@ -86,49 +97,78 @@ class HubServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            server = self._loop.run_until_complete(asyncio.start_server(self._serve, self._host, 0, backlog=1024))
+            listening = self._loop.create_server(lambda: Connection(self, self._secret), self._host, 0, backlog=1024)
+            server = self._loop.run_until_complete(listening)
             self.address = (self._host, server.sockets[0].getsockname()[1])
         finally:
             self._ready.set()
         watch = self._loop.create_task(self._watch())
         self._loop.run_forever()
-        watch.cancel()
         server.close()
-        for writer in self._writers.values():
-            writer.close()
-        pending = asyncio.all_tasks(self._loop)
+        self._connections.clear()  # the hub ends: what that does to a connection means nothing any more
+        for connection in self._open:
+            connection.close()
+        pending = asyncio.all_tasks(self._loop) | {watch}
         for task in pending:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        for connection in self._open:  # whoever has not taken its last messages by now will not
+            connection.abort()
+        self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        member = ""
-        try:
-            await wire.accept_stream(reader, writer, self._secret)
-            hello = await asyncio.wait_for(wire.read_message(reader), wire.AUTH_TIMEOUT_S)
-            if not isinstance(hello, Hello) or hello.member in self._writers:
-                return
-            member = hello.member
-            self._writers[member] = writer
-            self._route(self.core.handle(member, hello))
-            while True:
-                try:
-                    message = await wire.read_message(reader)
-                except (OSError, EOFError, TimeoutError):
-                    raise
-                except Exception as error:  # what was sent (a key, say) cannot be unpickled here
-                    cause = f"{member} sent what cannot be read by the driver: {describe(error)}"
-                    self._route(self.core.fail(Failure(member, cause, traceback.format_exc())))
-                    return
-                self._last_message = self._heard[member] = time.monotonic()
-                self._decide(member, message)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError):
-            pass  # the hub ends, the member left, or a stranger was turned away; what that means is decided below
-        finally:
-            writer.close()
-            if member and self._writers.pop(member, None) is not None:
-                self._route(self.core.lost(member))
+    # What connections report
+
+    def opened(self, connection: Connection) -> None:
+        """Somebody has connected; who it is it must still prove."""
+        self._open.add(connection)
+
+    def greeted(self, connection: Connection, hello: Hello) -> bool:
+        """A member says who it is; ``False`` for one that is there already."""
+        if hello.member in self._connections:
+            return False
+        self._connections[hello.member] = connection
+        self._decide(hello.member, hello)
+        return True
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A message of a member. What it causes goes out with ``flush``."""
+        self._last_message = self._heard[connection.member] = time.monotonic()
+        if isinstance(message, Blocked):
+            self._unsent[connection] = None  # the answer may be among what waits for company
+        self._decide(connection.member, message)
+
+    def unreadable(self, connection: Connection, error: Exception) -> None:
+        """A member sent what cannot be read (a key that cannot be unpickled here, say)."""
+        member = connection.member or "a new member"
+        cause = f"{member} sent what cannot be read by the driver: {describe(error)}"
+        self._route(self.core.fail(Failure(connection.member, cause, traceback.format_exc())))
+
+    def ended(self, connection: Connection) -> None:
+        """The connection is over or about to be; may be said more than once."""
+        member = connection.member
+        if member and self._connections.get(member) is connection:
+            del self._connections[member]
+            self._behind.pop(connection, None)
+            self._say(self.core.lost(member))
+
+    def closed(self, connection: Connection) -> None:
+        """Nothing of the connection is left."""
+        self.ended(connection)
+        self._open.discard(connection)
+        if (timer := self._later.pop(connection, None)) is not None:
+            timer.cancel()
+
+    def flush(self, sender: Connection | None = None) -> None:
+        """Send what has been decided: one write for each member. ``sender`` caused it, and has to wait where a member
+        is behind with taking what is sent to it."""
+        for connection in self._unsent:
+            connection.flush()
+            if connection.full:
+                self._behind.setdefault(connection, (connection.taken(), time.monotonic()))
+                if sender is not None and sender is not connection:
+                    connection.hold_up(sender)
+        self._unsent.clear()
 
     def _decide(self, member: str, message: Any) -> None:
         if isinstance(message, Stacks):
@@ -142,23 +182,52 @@ class HubServer:
             self._route(self.core.fail(Failure("hub", f"the hub failed on {name} of {member}: {error!r}", text)))
 
     def _route(self, outgoing: Outgoing) -> None:
+        """Put messages into the queues of their members; ``flush`` sends them."""
         for member, message in outgoing:
-            writer = self._writers.get(member)
-            if writer is not None and not writer.is_closing():
-                with contextlib.suppress(ConnectionError):  # seen by the reader as the member's end
-                    writer.write(wire.pack(message))
+            connection = self._connections.get(member)
+            if connection is not None:
+                connection.queue(codec.pack(message))
+                if not isinstance(message, _LATER):
+                    self._unsent[connection] = None
+                elif connection not in self._unsent and connection not in self._later:
+                    self._later[connection] = self._loop.call_later(LATER_S, self._now, connection)
+
+    def _now(self, connection: Connection) -> None:
+        del self._later[connection]
+        self._unsent[connection] = None
+        self.flush()
+
+    def _say(self, outgoing: Outgoing) -> None:
+        self._route(outgoing)
+        self.flush()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(0.5)
             await self._watch_devices()
+            self._watch_backlogs()
             silent = time.monotonic() - self._last_message
             if not any(s.calls for s in self.core.members.values()) or self.core.failure is not None:
                 continue
             if silent > DEADLOCK_AFTER_S and self.core.stuck():
-                self._route(self.core.fail(Failure("", "nothing can move any more:\n" + self.core.report())))
+                self._say(self.core.fail(Failure("", "nothing can move any more:\n" + self.core.report())))
             elif silent > self._stall_timeout:
                 await self._report_stall(silent)
+
+    def _watch_backlogs(self) -> None:
+        """A member that takes nothing of what waits for it fails the run, by name."""
+        now = time.monotonic()
+        for connection, (taken, since) in list(self._behind.items()):
+            if not connection.full:
+                del self._behind[connection]
+            elif connection.taken() > taken:
+                self._behind[connection] = (connection.taken(), now)
+            elif now - since > self._stall_timeout and self.core.failure is None:
+                cause = (
+                    f"{connection.member} has taken nothing for {now - since:.0f} s of the "
+                    f"{connection.backlog() / 2**20:.0f} MiB of messages that wait for it"
+                )
+                self._say(self.core.fail(Failure(connection.member, cause)))
 
     async def _watch_devices(self) -> None:
         """Say who holds devices that somebody waits long for; a holder that is silent all the while fails the run."""
@@ -174,14 +243,14 @@ class HubServer:
                 return
             if now - since > note:
                 self._device_waits[req] = (since, 2 * note)
-                self._route([(DRIVER, Log("run", "stderr", f"{now - since:.0f} s already: {text}"))])
+                self._say([(DRIVER, Log("run", "stderr", f"{now - since:.0f} s already: {text}"))])
 
     async def _report_stall(self, silent: float, cause: str = "") -> None:
         self._stacks.clear()
         before = self._last_message
-        self._route([(m, Stacks()) for m in self._writers if m != DRIVER])
+        self._say([(m, Stacks()) for m in self._connections if m != DRIVER])
         await asyncio.sleep(STACKS_AFTER_S)
-        mute = [m for m in self._writers if m != DRIVER and m not in self._stacks]
+        mute = [m for m in self._connections if m != DRIVER and m not in self._stacks]
         self._last_message = before
         lines = [
             cause
@@ -191,4 +260,4 @@ class HubServer:
         if mute:
             lines.append("not even a sign of life from: " + ", ".join(mute))
         stacks = "".join(f"{m} is at:\n{text}" for m, text in self._stacks.items() if text)
-        self._route(self.core.fail(Failure("", "\n".join(lines), stacks)))
+        self._say(self.core.fail(Failure("", "\n".join(lines), stacks)))

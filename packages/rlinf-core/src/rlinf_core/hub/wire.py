@@ -1,32 +1,42 @@
 """Framing and authentication of the run's sockets.
 
 Every connection proves that it knows the run's secret (HMAC-SHA256 over a nonce) before a single byte of it is
-unpickled. Messages are length-prefixed pickles.
+unpickled. Messages (``rlinf_core.hub.codec``) have their length in front.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import os
-import pickle
 import socket
 import struct
-from typing import Any
+from collections.abc import Iterator
 
 NONCE_BYTES = 32
 DIGEST_BYTES = 32
 AUTH_TIMEOUT_S = 10.0
-_LENGTH = struct.Struct("<Q")
-_WELCOME = b"RLIN"
+LENGTH = struct.Struct("<Q")
+"""In front of each message: the bytes of its body."""
+MAX_FRAME_BYTES = 1 << 36
+RECEIVE_BYTES = 1 << 16
+WELCOME = b"RLIN"
 
 
 class AuthenticationError(ConnectionError):
     """The peer does not know the run's secret."""
 
 
+class FrameError(ConnectionError):
+    """What came is no frame."""
+
+
 def _digest(secret: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, nonce, "sha256")
+
+
+def proves(answer: bytes, secret: bytes, nonce: bytes) -> bool:
+    """Whether the answer to a nonce could only be given with the secret."""
+    return hmac.compare_digest(answer, _digest(secret, nonce))
 
 
 def recv_exactly(sock: socket.socket, size: int) -> bytearray:
@@ -49,9 +59,9 @@ def authenticate_incoming(sock: socket.socket, secret: bytes) -> None:
     nonce = os.urandom(NONCE_BYTES)
     sock.sendall(nonce)
     answer = recv_exactly(sock, DIGEST_BYTES)
-    if not hmac.compare_digest(bytes(answer), _digest(secret, nonce)):
+    if not proves(bytes(answer), secret, nonce):
         raise AuthenticationError("a connection without the run's secret was refused")
-    sock.sendall(_WELCOME)
+    sock.sendall(WELCOME)
     sock.settimeout(None)
 
 
@@ -62,7 +72,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> socket.s
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = recv_exactly(sock, NONCE_BYTES)
         sock.sendall(_digest(secret, bytes(nonce)))
-        if bytes(recv_exactly(sock, len(_WELCOME))) != _WELCOME:
+        if bytes(recv_exactly(sock, len(WELCOME))) != WELCOME:
             raise AuthenticationError(f"{address} does not speak this protocol")
     except (OSError, EOFError):
         sock.close()
@@ -71,28 +81,35 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> socket.s
     return sock
 
 
-def pack(message: Any) -> bytes:
-    body = pickle.dumps(message, protocol=5)
-    return _LENGTH.pack(len(body)) + body
+class Frames:
+    """Cuts what arrives in pieces into the bodies of whole frames. ``limit``: the longest body that is believed."""
 
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self._limit = limit
+        self._rest = bytearray()
+        self._needed = LENGTH.size
+        """Bytes that must be here before the next frame can be looked at."""
 
-def recv_message(sock: socket.socket) -> Any:
-    (size,) = _LENGTH.unpack(recv_exactly(sock, _LENGTH.size))
-    return pickle.loads(recv_exactly(sock, size))
-
-
-async def accept_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """``authenticate_incoming`` for asyncio streams."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    nonce = os.urandom(NONCE_BYTES)
-    writer.write(nonce)
-    answer = await asyncio.wait_for(reader.readexactly(DIGEST_BYTES), AUTH_TIMEOUT_S)
-    if not hmac.compare_digest(answer, _digest(secret, nonce)):
-        raise AuthenticationError("a connection without the run's secret was refused")
-    writer.write(_WELCOME)
-
-
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(size))
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The frames that ``data`` completes, in order; to be taken to the last. Raises ``FrameError`` where a length
+        cannot be one; nothing may be fed after that."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return
+            data = bytes(self._rest)
+            self._rest.clear()
+        self._needed = LENGTH.size
+        at = 0
+        while len(data) - at >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(data, at)
+            if size > self._limit:
+                raise FrameError(f"a message of {size} bytes (the limit is {self._limit}): no message is that long")
+            after = at + LENGTH.size + size
+            if len(data) < after:
+                self._needed = after - at
+                break
+            yield data[at + LENGTH.size : after]
+            at = after
+        if at < len(data):
+            self._rest += data[at:]
