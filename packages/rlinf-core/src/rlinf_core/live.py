@@ -262,12 +262,16 @@ class LiveStep(Step):
         """Seconds of each task's own work (slowest rank), of waiting, and what no task accounts for."""
         timings: dict[str, float] = {}
         covered: list[tuple[float, float]] = []
+        groups: dict[str, set[str]] = {}
+        for handle in self._handles:
+            groups.setdefault(handle._state.task, set()).add(handle._state.group)
         busy = 0.0
         for handle in self._handles:
             state = handle._state
             results = list(state.results.values())
             self.work[state.group] = self.work.get(state.group, 0.0) + max(r.times.work for r in results)
-            rows = [(f"time/{state.task}_s", max(r.times.work for r in results))]
+            name = state.task if len(groups[state.task]) == 1 else f"{state.group}.{state.task}"
+            rows = [(f"time/{name}_s", max(r.times.work for r in results))]
             rows += [(name, max(_seconds(r, parts) for r in results)) for name, parts in _WAITS.items()]
             for name, spent in rows:
                 timings[name] = timings.get(name, 0.0) + spent

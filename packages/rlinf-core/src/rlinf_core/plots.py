@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,8 @@ def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
     """Draw reward, accuracy, response length and stage times of a run into ``run_dir/name``; returns the path.
 
     Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length``, ``time/<stage>_s``; and phase
-    ``evaluate``: ``accuracy``. What a run did not log stays an empty panel that says so. Raises RLinfError when there
-    are no metrics to draw.
+    ``evaluate``: ``accuracy``. What a run did not log has no panel. Raises RLinfError when there are no metrics to
+    draw.
     """
     folder = Path(run_dir)
     if not (folder / FILE).is_file():
@@ -70,18 +70,34 @@ def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained", facecolor="white")
+    panels = _panels(rows)
+    down, across = (1, len(panels)) if len(panels) < 3 else (2, 2)
+    figure = Figure(figsize=(5.5 * across, 3.5 * down), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
-    _curve(axes[0][0], "Reward (mean per step)", series(rows, "train", "reward/mean"))
-    _accuracy(axes[0][1], rows)
-    _curve(axes[1][0], "Response length (tokens, mean)", series(rows, "train", "response/length"))
-    _stages(axes[1][1], *stage_series(rows))
+    for place, draw in enumerate(panels):
+        draw(figure.add_subplot(down, across, place + 1))
     figure.suptitle("/".join(folder.resolve().parts[-3:]), fontsize=10, color=MUTED, x=0.01, ha="left")
     path = folder / name
     with guard(path):
         figure.savefig(path)
     return path
+
+
+def _panels(rows: list[dict[str, Any]]) -> list[Callable[[Axes], None]]:
+    """What there is to draw, at least the times of the stages."""
+    found: list[Callable[[Axes], None]] = []
+    reward, length = series(rows, "train", "reward/mean"), series(rows, "train", "response/length")
+    if reward[0]:
+        found.append(lambda axis: _curve(axis, "Reward (mean per step)", reward))
+    if series(rows, "train", "accuracy")[0] or series(rows, "evaluate", "accuracy")[0]:
+        found.append(lambda axis: _accuracy(axis, rows))
+    if length[0]:
+        found.append(lambda axis: _curve(axis, "Response length (tokens, mean)", length))
+    use = series(rows, "train", "device/use")
+    if len(found) < 2 and use[0]:
+        found.append(lambda axis: _curve(axis, "Devices at work (part of the step)", use))
+    found.append(lambda axis: _stages(axis, *stage_series(rows), series(rows, "train", "time/step_s")))
+    return found
 
 
 def _frame(axis: Axes, title: str) -> None:
@@ -154,7 +170,8 @@ def _end_value(axis: Axes, step: float, value: float, text: str, colour: str = B
     )
 
 
-def _stages(axis: Axes, steps: list[float], stages: dict[str, list[float]]) -> None:
+def _stages(axis: Axes, steps: list[float], stages: dict[str, list[float]], whole: Points) -> None:
+    """Stages stacked, and the step as a line: below the stack where stages work at the same time."""
     _frame(axis, "Time of the stages (s per step, stacked)")
     if not steps:
         _empty(axis)
@@ -166,7 +183,10 @@ def _stages(axis: Axes, steps: list[float], stages: dict[str, list[float]]) -> N
         colour = STAGE_COLOURS[index % len(STAGE_COLOURS)]
         axis.bar(steps, seconds, bottom=bottom, width=width, color=colour, linewidth=0, label=f"{name} ({mean:.2f} s)")
         bottom = [below + value for below, value in zip(bottom, seconds, strict=True)]
+    if whole[0]:
+        mean = sum(whole[1]) / len(whole[1])
+        axis.plot(*whole, color=INK, linewidth=1.4, marker="o", markersize=3, label=f"whole step ({mean:.2f} s)")
     axis.margins(x=0.01)
-    axis.set_ylim(0, max(bottom) * 1.4 or 1.0)
+    axis.set_ylim(0, max([*bottom, *whole[1]]) * 1.4 or 1.0)
     handles, labels = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8.5, labelcolor=INK, loc="upper right", ncols=2)

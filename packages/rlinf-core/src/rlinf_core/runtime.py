@@ -381,9 +381,10 @@ class Runtime:
         """Put items on a channel from a thread of the driver; a fault in the user's iterable fails the step by name."""
         out = Writer(self._endpoint, ChannelArg(channel, "out", writer))
 
+        self.send(Feeding(1))  # before the thread runs: a program that waits for its feed is no standstill
+
         def body() -> None:
             try:
-                self.send(Feeding(1))
                 given = items()
                 # What is all there goes in few messages; what is made item by item goes as it comes.
                 chunk = FEED_CHUNK if isinstance(given, Sequence) else 1

@@ -80,13 +80,15 @@ class Out(Generic[T]):
     name: str
 
     def put(self, item: T, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
-        """Hand an item on; waits for credit (items and bytes). ``weight`` is what ``get_batch`` counts."""
+        """Hand an item on; ``weight`` is what ``get_batch`` counts. Waits for credit (items and bytes) once several puts
+        of this writer have no answer; one that is refused raises at a later put or at the end. With ``timeout`` it waits
+        for its own answer."""
         raise _bare("Out")
 
     def put_many(
         self, items: Sequence[T], keys: Sequence[Hashable] | None = None, weights: Sequence[float] | None = None
     ) -> None:
-        """Put several items with one message; each waits for its credit in turn, in order."""
+        """Put several items with one message; they get their credit in turn, in order. Waits as ``put``."""
         raise _bare("Out")
 
     def put_nowait(self, item: T, key: Hashable = None, weight: float = 1.0) -> None:
