@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlinf_sched import FormulaCost, Profile, ProfileSample, SchedError, StepSample, predict
-from rlinf_sched.calibrate import overhead
+from rlinf_sched.calibrate import ROUND_TRIP, overhead
 from rlinf_sched.commands.measure import Flow, Observed, Setting, check_hybrid, counts, loops, settings, step_times
 from rlinf_sched.problemfile import problem_from_dict
 
@@ -240,6 +240,26 @@ def test_the_step_s_own_time_is_what_the_stages_leave() -> None:
     found = overhead(profile)
     assert (found.take, found.put, found.step) == pytest.approx((0.01, 0.002, 0.3))
     assert overhead(Profile("f", "h", tuple(whole))).step == 0.0
+
+
+def test_waiting_for_the_step_to_begin_is_no_cost_of_a_take() -> None:
+    def sample(devices: int, takes: int, puts: int, disturbed: float = 0.0) -> ProfileSample:
+        waits = 0.03 + 0.002 * takes + 0.0005 * puts + disturbed
+        each = 0 if takes == 1 else 8 // takes
+        times, taken = (1.0,) * devices, (8,) * devices
+        return ProfileSample("a", devices, 8, 8, 1.0, 0, 0.0, times, taken, each, puts, waits=waits)
+
+    calm = [sample(1, 1, 64), sample(1, 4, 64), sample(2, 1, 32), sample(4, 1, 16), sample(4, 4, 16)]
+    found = overhead(Profile("f", "h", (*calm, *calm, sample(1, 4, 64, 0.5), sample(4, 1, 16, 0.5))))
+    assert (found.take, found.put, found.step) == pytest.approx((0.002, 0.0005, 0.03))
+
+
+def test_a_take_costs_a_message_at_least() -> None:
+    samples = tuple(
+        ProfileSample("a", 1, 8, 8, 1.0, 0, 0.0, (1.0,), (8,), each, 0, waits=0.01 - 0.001 * bool(each))
+        for each in (0, 2)
+    )
+    assert overhead(Profile("f", "h", samples)).take == pytest.approx(ROUND_TRIP)
 
 
 def test_what_the_turns_of_a_cycle_cost_beside_its_stages() -> None:

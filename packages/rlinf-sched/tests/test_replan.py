@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from rlinf_sched import FormulaCost, Graph, Plan, Problem, Stage, plan
 from rlinf_sched.export import to_plan
+from rlinf_sched.moves import neighbours
 from rlinf_sched.predict import predict
-from rlinf_sched.replan import Replanner, neighbours
+from rlinf_sched.replan import Replanner
 from rlinf_sched.tree import Leaf, Pipe
 
 GRAPH = Graph({"gen": Stage("gen"), "train": Stage("train", collective=True)}, (("gen", "train"),))

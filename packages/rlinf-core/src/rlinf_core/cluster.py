@@ -260,21 +260,6 @@ def local_info(settings: Any) -> ClusterInfo:
     return ClusterInfo.virtual(max(1, settings.virtual_devices) if settings.debug else settings.virtual_devices)
 
 
-def inspect(settings: Any) -> ClusterInfo:
-    """The devices that a run with these settings will have, asking the cluster where the settings do not say."""
-    import ray
-
-    known = settings.debug or (settings.virtual_devices > 0 and not _foreign(settings) and not ray.is_initialized())
-    if known:
-        return local_info(settings)
-    with connect(settings, "inspect") as cluster:
-        return cluster.info
-
-
-def _foreign(settings: Any) -> bool:
-    return bool(settings.address or os.environ.get("RAY_ADDRESS"))
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what Ray's native code prints while it starts or ends, when something can be put in its place."""

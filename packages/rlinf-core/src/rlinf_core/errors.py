@@ -42,6 +42,10 @@ class ChannelError(RLinfError):
     """Base class of errors of channels."""
 
 
+class PeerLost(ChannelError):
+    """The process that holds an item is gone: most likely that, and not this, is what the run fails of."""
+
+
 class ChannelClosed(ChannelError):
     """Put on an output that this writer has already closed (your doing)."""
 

@@ -34,7 +34,7 @@ from typing import Any
 from rlinf_core.board import events as ev
 from rlinf_core.callstats import DeviceMemory
 from rlinf_core.channel import Clock, Endpoint, Reader, Sections, Writer
-from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError, describe
+from rlinf_core.errors import Cancelled, ChannelPoisoned, PeerLost, RLinfError, describe
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import (
     Acquire,
@@ -307,9 +307,12 @@ class Host(Sections):
                 )
         except BaseException as cause:  # whatever ends a task is named: nothing may end this process in silence
             ok, text = False, _trimmed_traceback()
+            if isinstance(cause, PeerLost):
+                self.client.await_cancel(CAUSE_WAIT_S)  # the hub is about to say who died
             error = f"the task called sys.exit({cause.code!r})" if isinstance(cause, SystemExit) else describe(cause)
             stopped = isinstance(cause, Cancelled) and self.client.cancelled is not None
             secondary = stopped or (isinstance(cause, ChannelPoisoned) and cause.by_hub)
+            secondary = secondary or (isinstance(cause, PeerLost) and self.client.cancelled is not None)
         self._release_devices()
         end = start + (time.perf_counter() - began)
         aside = self.clock.aside - aside_before
@@ -412,6 +415,8 @@ class Host(Sections):
 
 
 _SETUP_LOCK = threading.Lock()
+CAUSE_WAIT_S = 3.0
+"""How long a task whose peer is gone waits for the hub's word on it before it fails by itself."""
 
 
 def _pickled(call: Call, value: Any) -> bytes:

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf_core.errors import ChannelError
+from rlinf_core.errors import ChannelError, PeerLost
 from rlinf_core.hub import wire
 
 
@@ -53,8 +53,8 @@ class _Pickler(pickle.Pickler):
     """Pickles CPU tensors through out-of-band buffers; torch is looked at only if something has loaded it."""
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is None or type(obj) is not torch.Tensor:
+        torch = sys.modules.get("torch")  # another thread may be importing it
+        if torch is None or type(obj) is not getattr(torch, "Tensor", None):
             return NotImplemented
         if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented
@@ -226,9 +226,7 @@ class PayloadFetcher:
             broken = self._sockets.pop(address, None)
             if broken is not None:
                 broken.close()
-            raise ChannelError(
-                f"cannot fetch {len(keys)} item(s) from {member}: {error or 'connection closed'}"
-            ) from error
+            raise PeerLost(f"cannot fetch {len(keys)} item(s) from {member}: {error or 'connection closed'}") from error
         missing = [p for p, frame in received.items() if frame is None]
         if missing:
             raise ChannelError(f"{member} no longer has {len(missing)} of the {len(keys)} item(s) asked for")

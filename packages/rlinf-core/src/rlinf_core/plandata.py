@@ -177,12 +177,12 @@ class Plan:
                 f"{source}: has no key 'tree'; give share, pipe, parallel or leaf (null without device stages)"
             )
         tree = fields["tree"]
-        cpu = _mapping(fields.get("cpu") or {}, f"{source}.cpu", None)
-        cpu_portion = _mapping(fields.get("cpu_portion") or {}, f"{source}.cpu_portion", None)
-        order = fields.get("order") or []
+        cpu = _mapping(_given(fields, "cpu", {}), f"{source}.cpu", None)
+        cpu_portion = _mapping(_given(fields, "cpu_portion", {}), f"{source}.cpu_portion", None)
+        order = _given(fields, "order", [])
         if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
             raise PlanError(f"{source}.order: {order!r} is not a list of device stages")
-        predicted = _mapping(fields.get("predicted") or {}, f"{source}.predicted", None)
+        predicted = _mapping(_given(fields, "predicted", {}), f"{source}.predicted", None)
         for name, value in predicted.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise PlanError(f"{source}.predicted.{name}: {value!r} is not a number of seconds")
@@ -339,6 +339,12 @@ def _mapping(data: object, where: str, known: tuple[str, ...] | None) -> dict[st
             hint = f"{nearest(str(key), known)}; known are {', '.join(known)}" if known else ""
             raise PlanError(f"{where}: unknown key {key!r}{hint}")
     return dict(data)
+
+
+def _given(fields: Mapping[str, Any], key: str, default: object) -> object:
+    """The value of a key; absent and null are the default."""
+    value = fields.get(key)
+    return default if value is None else value
 
 
 def _text(value: object, where: str) -> str:

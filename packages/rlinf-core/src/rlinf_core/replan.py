@@ -57,7 +57,7 @@ class Replanning:
             return False
         try:
             return self._ask(self._replanner, index, stages, seconds)
-        except Exception as error:  # of a plugin: no reason to lose a run
+        except (Exception, SystemExit) as error:  # of a plugin: no reason to lose a run
             self._replanner = None
             self._note(f"the plan stays as it is from here on: {describe(error)}")
             return False

@@ -136,7 +136,10 @@ def _planned(cfg: Config, recipe: str) -> tuple[Config, Replanner | None]:
     schedule = Registry("rlinf.schedulers").load(cfg.scheduler)
     place = RunDirectory.create(cfg.run_dir, f"{recipe}-{cfg.plan}", loggers=[])
     with place:
-        found = schedule(cfg, recipe, place.path)
+        try:
+            found = schedule(cfg, recipe, place.path)
+        except SystemExit as error:
+            raise RLinfError(f"the scheduler {cfg.scheduler!r} called sys.exit({error.code!r})") from error
     path, replanner = found if isinstance(found, tuple) else (found, None)
     chosen = Config({**cfg.to_dict(), "plan": str(path)})
     chosen.add_reads(cfg.reads)

@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from rlinf_sched.calm import lower_median
 from rlinf_sched.costmodel import FormulaCost
 from rlinf_sched.fit import solve
 from rlinf_sched.predict import predict
 from rlinf_sched.problem import Problem
 from rlinf_sched.profile import Profile, ProfileSample
 
+ROUND_TRIP = 3e-4
+"""Seconds of a message to the hub and back that a take is given at least: the waits of few steps do not show less."""
 LOCK = 2.0
 """A portion costs a rank two messages to the hub and back: for its items and for its devices."""
 
@@ -37,17 +40,40 @@ class Overhead:
 def overhead(profile: Profile, loops: Sequence[tuple[str, str]] = ()) -> Overhead:
     """What the profile says of the runtime's own time; zeros where it says nothing. ``loops``: stages that feed each
     other, whose turns cannot be added up."""
-    fed = [sample for sample in profile.samples if sample.waits > 0 and sample.ranks]
-    take = put = 0.0
-    if fed:
-        columns = np.array([[_takes(sample), float(sample.puts)] for sample in fed])
-        waits = np.array([sample.waits for sample in fed])
-        columns = columns if columns[:, 1].any() else columns[:, :1]
-        found = solve(columns, waits)
-        take, put = float(found[0]), float(found[1]) if len(found) > 1 else 0.0
+    take, put, once = _messages(profile)
     rest = [] if loops else [seconds - spent for seconds, spent in _in_turn(profile, take, put)]
     # The step's own does not depend on the devices, while all that disturbs only makes steps longer.
-    return Overhead(take, put, max(0.0, min(rest)) if rest else 0.0)
+    return Overhead(take, put, max(once, min(rest)) if rest else once)
+
+
+def _messages(profile: Profile) -> tuple[float, float, float]:
+    """Seconds of a take, of an item put, and what a fed rank waits once for its step to begin."""
+    fed: defaultdict[int, defaultdict[tuple[float, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in profile.samples:
+        if sample.waits > 0 and sample.ranks:
+            fed[sample.devices][_takes(sample), sample.puts].append(sample.waits)
+    slopes, base = [], []
+    for settings in fed.values():
+        waits = {key: lower_median(some) for key, some in sorted(settings.items())}
+        least, most = min(waits), max(waits)
+        base.append((*least, waits[least]))
+        if most[0] > least[0]:
+            slopes.append((waits[most] - waits[least]) / (most[0] - least[0]))
+    if not base:
+        return 0.0, 0.0, 0.0
+    takes, puts, seconds = (np.array(column, dtype=float) for column in zip(*base, strict=True))
+    if not slopes:
+        columns = np.column_stack([takes, puts]) if puts.any() else takes[:, None]
+        found = solve(columns, seconds)
+        return float(found[0]), float(found[1]) if len(found) > 1 else 0.0, 0.0
+    take = min(max(lower_median(slopes), ROUND_TRIP), float((seconds / takes).min()))
+    left = np.maximum(seconds - take * takes, 1e-9)
+    if not puts.any():
+        return take, 0.0, float(left.min())
+    if len(set(puts)) == 1:
+        return take, float((left / puts).min()), 0.0
+    put, once = solve(np.column_stack([puts, np.ones(len(puts))]), left)
+    return take, float(put), float(once)
 
 
 def _takes(sample: ProfileSample) -> float:

@@ -17,7 +17,8 @@ _RANGE = 8.0
 @dataclass(frozen=True)
 class Line:
     """One family's best plan. Seconds: ``busy`` by stage, ``fill`` until the last stage has begun, ``drain`` after the
-    first stage has ended, ``switching``. ``idle``: share of all device-seconds without work. ``peak``: bytes."""
+    first stage has ended, ``switching``. ``idle``: share of all device-seconds without work. ``peak``: bytes.
+    ``changes``: portions of its plan file that the tree does not show."""
 
     family: str
     seconds: float
@@ -30,6 +31,7 @@ class Line:
     idle: float
     peak: float
     loses: str
+    changes: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Explanation:
                 f"    busy {busy}; bottleneck {line.bottleneck}; fill {line.fill:.4g}, drain {line.drain:.4g}, "
                 f"switching {line.switching:.4g} s; idle {line.idle:.0%}; peak {line.peak:.4g} bytes"
             )
+            if line.changes:
+                rows.append(f"    {line.changes}")
             if line.loses:
                 rows.append(f"    loses: {line.loses}")
         return "\n".join([*rows, *self.flips, *self.absent, *self.notes])
@@ -170,6 +174,7 @@ def _line(plan: Plan, candidate: Candidate) -> Line:
         run.idle(problem.devices),
         candidate.price.peak,
         "",
+        candidate.changes,
     )
     return line if candidate is plan.best else replace(line, loses=_loses(plan, candidate, line))
 

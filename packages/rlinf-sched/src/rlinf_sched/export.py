@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def to_plan(plan: Plan, candidate: Candidate | None = None) -> dict[str, Any]:
     """The chosen plan, or another candidate of it, with its predicted times. CPU stages get their ranks."""
     chosen = candidate or plan.best
-    data = plan_data(plan.problem, plan.original, chosen.tree)
+    data = dict(chosen.data) if chosen.data is not None else plan_data(plan.problem, plan.original, chosen.tree)
     predicted = {"step": round(chosen.rescored, 6)}
     predicted |= {name: round(seconds, 6) for name, seconds in chosen.run.busy.items()}
     tree = data.pop("tree")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_sched.calm import calm
 from rlinf_sched.costmodel import FormulaCost, Memory
 from rlinf_sched.graph import SchedError, Stage
 from rlinf_sched.profile import Profile, ProfileSample
@@ -66,6 +67,7 @@ def fit_stage(samples: Sequence[ProfileSample], stage: Stage, micro: tuple[int, 
     if not any(sample.seconds > 0 for sample in samples):
         raise SchedError(f"the profile's samples of stage {stage.name!r} took no time at all; profile again")
     noise = _noise_together(samples) if stage.collective else _noise(samples)
+    samples = calm(samples, stage, noise)
     rows = _rows(samples, stage, noise)
     least = _LEAST + _SCATTER * float(np.mean([row.error for row in rows]))
     best: tuple[float, float, dict[str, Any]] | None = None

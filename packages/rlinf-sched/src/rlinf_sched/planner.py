@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from rlinf_sched.costmodel import StreamCost
 from rlinf_sched.cycles import collapse
 from rlinf_sched.export import plan_data
 from rlinf_sched.graph import SchedError
+from rlinf_sched.moves import difference
 from rlinf_sched.predict import predict
 from rlinf_sched.problem import Problem
+from rlinf_sched.refine import SCREEN, beyond, effort, refined
 from rlinf_sched.runtime import ALONE
 from rlinf_sched.search import NAMES, Search
 from rlinf_sched.simulator import Run, simulate
@@ -36,18 +39,25 @@ WIDTHS = (0.12, 0.03, 0.008)
 """Relative distances of the device counts that the refinements look at."""
 CAP = 12
 """Points for one device count where memory binds and the search is not small enough to keep all."""
-TIE, MOST_TIE = 0.01, 0.05
+TIE, MOST_TIE = 0.01, 0.10
+DOUBT = 0.05
+"""See ``Candidate.doubt``: of a plan with portions far below those that were profiled."""
 FEW_RANKS = 16
 """On more devices than these the ranks of a stage are taken for one while plans are compared."""
 RETRIED = 24
 """Plans of a family that are tried when the runtime cannot keep the price of the best."""
+FINALISTS, REFINED = 8, 3
+"""Plans that are predicted over more draws in the end, and those of them whose portions are refined."""
+DRAWS = 16
+ROOM, ROOM_EACH = 40_000, 30_000
+"""What predicting all finalists may take, and refining the portions of one (see ``refine.effort``)."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One plan: ``seconds`` as priced, ``rescored`` as the runtime would carry it out: with its lock, the mean over
     draws where times scatter, and rank by rank (portions, releases as they are made) where costs come from a profile.
-    ``run``: that run."""
+    ``run``: that run. ``data``: the plan file, where portions were changed after the search (``changes``: which)."""
 
     family: str
     tree: Node
@@ -56,6 +66,10 @@ class Candidate:
     price: Price
     switches: int
     run: Run
+    data: Mapping[str, Any] | None = None
+    changes: str = ""
+    doubt: float = 0.0
+    """By how much, relatively, it must be better than a plan whose portions are near what was profiled."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +102,16 @@ def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
     original, problem = problem, collapse(problem)
     binding = memory_binds(problem)
     counts, thinned = _counts(problem, binding)
-    tie = min(max(TIE, *(cost.error for cost in problem.costs.values())), MOST_TIE)
+    tie = min(max(TIE, *(cost.error / 2 for cost in problem.costs.values())), MOST_TIE)
     found, cut = _search(problem, counts, binding, limit)
     if not any(found.values()):
         raise SchedError(_nothing(problem))
-    families: dict[str, Candidate] = {}
-    near: list[Candidate] = []
-    for kind, trees in found.items():
-        close = _realised(problem, original, trees, tie, seeds)
-        families[NAMES[kind]] = min(close, key=lambda c: (c.rescored, c.seconds))
-        near += close
-    fastest = min(c.rescored for c in near)
-    equal = [c for c in near if c.rescored <= fastest * (1 + tie)]
+    near = [c for trees in found.values() for c in _realised(problem, original, trees, tie, seeds)]
+    if _by_rank(original):
+        near = _finished(problem, original, near, seeds)
+    families = _firsts(near)
+    fastest = min(c.rescored * (1 + c.doubt) for c in near)
+    equal = [c for c in near if c.rescored * (1 + c.doubt) <= fastest * (1 + tie)]
     best = min(equal, key=lambda c: _preference(c, problem))
     families[best.family] = best
     families = dict(sorted(families.items(), key=lambda item: item[1].rescored))
@@ -244,6 +256,37 @@ def _realised(
         tried = {c.tree for c in close}
         close += [_candidate(problem, original, tree, seeds) for _, tree in trees[:RETRIED] if tree not in tried]
     return close
+
+
+def _firsts(near: Sequence[Candidate]) -> dict[str, Candidate]:
+    """The fastest of each family."""
+    firsts: dict[str, Candidate] = {}
+    for c in sorted(near, key=lambda c: (c.rescored, c.seconds)):
+        firsts.setdefault(c.family, c)
+    return firsts
+
+
+def _finished(problem: Problem, original: Problem, near: list[Candidate], seeds: int) -> list[Candidate]:
+    """The best of each family and the fastest of all others, with refined portions, over more draws."""
+    ranked = sorted(near, key=lambda c: (c.rescored, c.seconds))
+    firsts = list(_firsts(near).values())
+    chosen = [*firsts, *(c for c in ranked if all(c is not first for first in firsts))][:FINALISTS]
+    each = sum(effort(original, c.run) for c in chosen)
+    draws = max(seeds, min(DRAWS, ROOM // each)) if seeds else 0
+    alone = _followed(problem)
+    found = []
+    for number, c in enumerate(chosen):
+        data = plan_data(problem, original, c.tree)
+        run = predict(original, data, seeds=draws, alone=alone) if draws > seeds else c.run
+        done = replace(c, rescored=run.seconds, run=run)
+        if number < REFINED:
+            changed = refined(original, data, alone=alone, draws=SCREEN if seeds else 0, room=ROOM_EACH)
+            if changed is not None:
+                run = predict(original, changed, seeds=draws, alone=alone)
+                if run.seconds < done.rescored * (1 - TIE):
+                    done = replace(done, rescored=run.seconds, run=run, data=changed, changes=difference(data, changed))
+        found.append(replace(done, doubt=DOUBT * beyond(original, done.data or data)))
+    return found
 
 
 def _expected(problem: Problem, original: Problem, candidate: Candidate) -> float:

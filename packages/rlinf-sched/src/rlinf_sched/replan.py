@@ -7,27 +7,23 @@ the devices first. Pure: told what each step took, answers with a plan, a senten
 from __future__ import annotations
 
 import copy
-import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 import numpy as np
 
 from rlinf_sched.costmodel import Cost
 from rlinf_sched.explain import rescaled
-from rlinf_sched.export import own_portion, to_plan
-from rlinf_sched.graph import Graph, SchedError
+from rlinf_sched.export import to_plan
+from rlinf_sched.graph import SchedError
+from rlinf_sched.moves import difference, key_of, neighbours
 from rlinf_sched.planner import Candidate, Plan, plan
-from rlinf_sched.planread import leaf_bodies, read_plan
 from rlinf_sched.predict import predict
 from rlinf_sched.problem import Problem
 from rlinf_sched.simulator import Run
 
-_ORDERS = 24
-"""Orders of independent stages that are tried."""
 _SCREEN = 2
 """Draws over which plans are compared before the best of them is predicted in full."""
 _FOLLOWED = 16
@@ -106,8 +102,8 @@ class Replanner:
         if changed is None or best > now.seconds * (1 - self._gain):
             self._run, self._expected = now, measured  # what it takes now is what is expected from now on
             return self._elsewhere(problem, now.seconds)
-        self._tried[_key(self._data)] = dict(self._factor), measured
-        why = f"{self._reason(factors)}: {_difference(self._data, changed)}; step {now.seconds:.3g} s -> {best:.3g} s"
+        self._tried[key_of(self._data)] = dict(self._factor), measured
+        why = f"{self._reason(factors)}: {difference(self._data, changed)}; step {now.seconds:.3g} s -> {best:.3g} s"
         changed["predicted"] = {"step": round(best, 6)} | {name: round(v, 6) for name, v in run.busy.items()}
         self._data, self._run = changed, run
         self._expected = best * measured / now.seconds
@@ -117,9 +113,9 @@ class Replanner:
         """The plan in reach with the least predicted time; None: the present one."""
         best = predict(problem, self._data, seeds=_SCREEN, alone=_FOLLOWED).seconds
         found = None
-        seen = {_key(self._data)}
+        seen = {key_of(self._data)}
         for data in neighbours(problem, self._data):
-            if (key := _key(data)) in seen:
+            if (key := key_of(data)) in seen:
                 continue
             seen.add(key)
             seconds = max(predict(problem, data, seeds=_SCREEN, alone=_FOLLOWED).seconds, self._known(key))
@@ -188,86 +184,3 @@ def busy_of(run: Run, name: str, problem: Problem) -> float:
             }
             return run.busy.get(cycle.name, 0.0) * alone[name] / max(sum(alone.values()), 1e-12)
     return 0.0
-
-
-# ------------------------------------------------------------------ what may change
-
-
-def neighbours(problem: Problem, data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Plans with other portions (of one stage, or of all together), and with another order of independent stages."""
-    names = [name for name, stage in problem.graph.stages.items() if stage.barrier != "batch"]
-    sizes = problem.sizes()
-    for size in sizes:
-        yield _with(problem, data, dict.fromkeys(names, size))
-    for name in names:
-        for size in sizes:
-            yield _with(problem, data, {name: size})
-    for a, b in problem.graph.edges:  # what is made and what is taken, together
-        if a in names and b in names:
-            for size in sizes[1:]:
-                yield _with(problem, data, {a: size, b: size})
-    for order in _orders(problem.graph):
-        yield {**copy.deepcopy(dict(data)), "order": order}
-
-
-def _with(problem: Problem, data: Mapping[str, Any], portions: Mapping[str, int]) -> dict[str, Any]:
-    """The plan with other portions, given in items of the step for the whole stage."""
-    changed = copy.deepcopy(dict(data))
-    placed = read_plan(data, problem).stages
-    bodies = {body["stage"]: body for body in leaf_bodies(changed["tree"])}
-    for name, size in portions.items():
-        stage = problem.graph.stages[name]
-        own = own_portion(stage, len(placed[name].processes), size, problem.items)
-        if not stage.device:
-            small = changed.setdefault("cpu_portion", {})
-            small.pop(name, None)
-            if own is not None:
-                small[name] = own
-            if not small:
-                del changed["cpu_portion"]
-        elif own is None:
-            # A pipe above would set the portion of a leaf that says nothing.
-            whole = max(1, round(problem.items * stage.per_item))
-            bodies[name].pop("portion", None)
-            if read_plan(changed, problem).stages[name].portion is not None:
-                bodies[name]["portion"] = whole
-        else:
-            bodies[name]["portion"] = own
-    return changed
-
-
-def _orders(graph: Graph) -> Iterator[list[str]]:
-    """Orders of the device stages that the flow allows, other than its own."""
-    names = [name for part in graph.components() for name in part if graph.stages[name].device]
-    home = {name: set(part) for part in graph.components() for name in part}
-    before = {name: graph.reachable([name]) - home[name] for name in names}
-    count = 0
-    for order in permutations(names):
-        if list(order) == names:
-            continue
-        if any(earlier in before[later] for i, earlier in enumerate(order) for later in order[i + 1 :]):
-            continue
-        yield list(order)
-        count += 1
-        if count == _ORDERS:
-            return
-
-
-def _key(data: Mapping[str, Any]) -> str:
-    """The same for plans that run alike."""
-    kept = {name: value for name, value in data.items() if name in ("tree", "cpu", "cpu_portion", "order", "portion")}
-    return json.dumps(kept, sort_keys=True)
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What changes, in words."""
-    if old.get("order") != new.get("order"):
-        return f"the devices go to {', '.join(new['order'])} in this order"
-    before = {body["stage"]: body.get("portion") for body in leaf_bodies(old["tree"])} | old.get("cpu_portion", {})
-    after = {body["stage"]: body.get("portion") for body in leaf_bodies(new["tree"])} | new.get("cpu_portion", {})
-    parts = []
-    for name in dict.fromkeys([*before, *after]):
-        one, other = before.get(name), after.get(name)
-        if one != other:
-            parts.append(f"{name} takes {other or 'everything'} at once instead of {one or 'everything'}")
-    return ", ".join(parts)

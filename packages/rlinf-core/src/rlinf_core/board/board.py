@@ -173,7 +173,9 @@ class Board:
         if channel is None or refusal is not None:
             self._out.append(ev.PutRefused(event.req, refusal or ""))
             return
-        if event.nowait and (channel.pending or not channel.fits(event.items)):
+        # A single item is let in where a blocked put would be: the reader cannot go on without it.
+        room = channel.fits(event.items) or (len(event.items) == 1 and channel.starving())
+        if event.nowait and (channel.pending or not room):
             self._out.append(ev.PutRefused(event.req, ev.FULL))
             return
         channel.pending.append(PendingPut(event))

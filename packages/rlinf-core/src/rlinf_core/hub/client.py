@@ -188,6 +188,11 @@ class HubClient:
         if aside and self._side_calls:
             self.serve_side_calls()
 
+    def await_cancel(self, seconds: float) -> bool:
+        """Whether the run is being stopped, or is within ``seconds``."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.cancelled is not None, seconds)
+
     def serve_side_calls(self) -> None:
         """Run the calls that are to be run at a safe point (engine thread), one after the other in their order."""
         while self.serve_side_call is not None and not self._aside:

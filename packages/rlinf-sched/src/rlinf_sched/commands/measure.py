@@ -140,15 +140,28 @@ def measure(
     nothing was measured, and what a run raises.
     """
     from rlinf_core import runner
-    from rlinf_core.cluster import inspect
+    from rlinf_core.cluster import connect
 
     _, graph, _ = runner.prepare(cfg, out)
     if PHASE not in graph.phases:
         raise SchedError(f"the recipe has no phase {PHASE!r} to profile; it has {', '.join(graph.phases)}")
     if cfg.plan == HYBRID:
         check_hybrid(graph)
-    cluster = inspect(cfg.cluster)
-    devices = counts(devices, cluster)
+    with connect(cfg.cluster, f"{recipe}/profile") as cluster:  # one Ray for all the short runs
+        return _measured(cfg, recipe, graph, cluster.info, counts(devices, cluster.info), portions, out)
+
+
+def _measured(
+    cfg: Config,
+    recipe: str,
+    graph: FlowGraph,
+    cluster: ClusterInfo,
+    devices: list[int],
+    portions: Sequence[int | None] | None,
+    out: Path,
+) -> tuple[Profile, dict[str, Any]]:
+    from rlinf_core import runner
+
     phase = graph.phases[PHASE]
     inputs = {(call.group, call.task): len(call.inputs) for call in phase.calls}
     samples: list[ProfileSample] = []
@@ -204,7 +217,8 @@ def _short(cfg: Config, setting: Setting, graph: FlowGraph, cluster: ClusterInfo
 
     data = cfg.to_dict()
     _merge(data, cfg.profile.overrides.to_dict(), "profile.overrides")
-    data["num_steps"] = WARM_UP_STEPS + cfg.profile.steps
+    most = setting.portion is None and not setting.small and setting.devices == len(cluster.devices)
+    data["num_steps"] = WARM_UP_STEPS + cfg.profile.steps * (2 if most else 1)  # most plans are near this setting
     cpu = {
         name: cfg.placement[name] for name, stage in graph.stages.items() if not stage.device and name in cfg.placement
     }
