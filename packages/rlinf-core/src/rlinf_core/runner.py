@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -146,10 +147,11 @@ def _planned(cfg: Config, recipe: str) -> tuple[Config, Replanner | None]:
     return chosen, replanner
 
 
-def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
+def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: bool = False) -> int:
     """Run a recipe to its end; returns the exit code. Raises ``RLinfError`` with the first real cause.
 
-    ``observe(call, results)`` is told of every call that has ended on all ranks (for profiles).
+    ``observe(call, results)`` is told of every call that has ended on all ranks (for profiles). ``quiet``: nothing is
+    shown and nothing is drawn; a failure is raised as ever.
     """
     from rlinf_core.cluster import connect, local_info
 
@@ -166,7 +168,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
             cfg.run_dir, recipe, loggers=list(cfg.loggers), keep_last=cfg.checkpoint.keep_last
         )
         with directory:
-            progress = Progress(sys.stderr)
+            progress = Progress(io.StringIO() if quiet else sys.stderr)
             listener = RunListener(directory, progress, observe)
             directory.write_config(cfg.to_dict())
             progress.note(f"run directory: {directory.path}")
@@ -202,6 +204,8 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None) -> int:
                         progress.note,
                     )
                 _drive(cfg, runtime, graph, groups, program, directory, listener, progress)
+            if not quiet:
+                _plot(directory, progress)
         return 0
     finally:
         if previous is not None:
@@ -259,7 +263,6 @@ def _drive(
     if runtime.failure is not None:
         runtime.check()
     listener.closing_words()
-    _plot(directory, progress)
 
 
 def _plot(directory: RunDirectory, progress: Progress) -> None:
