@@ -111,7 +111,7 @@ def bandit(flow: Flow, cfg: Any) -> None:
     learner = flow.group("learner", Learner, cfg)
     for step in flow.steps(cfg.num_steps):
         pulls, played, paid = step.channels("pulls", "played", "paid")
-        step.feed(pulls, (Pull(f"{step.full_name}/{i:04d}") for i in range(cfg.pulls_per_step)))
+        step.feed(pulls, [Pull(f"{step.full_name}/{i:04d}") for i in range(cfg.pulls_per_step)])
         player.play(pulls, played)
         casino.pay(played, paid)
         step.report(learner.learn(paid))

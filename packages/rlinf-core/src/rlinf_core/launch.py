@@ -71,7 +71,7 @@ class RayLauncher:
 
         started = self._started.get(member)
         if started is None:
-            return "it never started"
+            return "no word on why: it had been told to end"
         try:
             ended = ray.get(started.main, timeout=timeout)
             return f"its process ended: {ended}"

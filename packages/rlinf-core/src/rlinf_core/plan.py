@@ -246,7 +246,7 @@ def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int |
             leaf = Leaf(stage.name, _spread(stage, list(range(start, end))), _leaf_portion(stage, portion, mode))
             apart.insert(0, leaf)
             end = start
-        for part in reversed(_cycles(graph, apart, portion or DEFAULT_PORTION)):
+        for part in reversed(_side_by_side(graph, _cycles(graph, apart, portion or DEFAULT_PORTION))):
             tree = part if tree is None else Pipe(part, tree, portion or DEFAULT_PORTION)
     cpu = {name: graph.stages[name].ranks_fixed or 1 for name in order if not graph.stages[name].device}
     if portion is None and mode == "spatial":
@@ -264,6 +264,21 @@ def _cycles(graph: FlowGraph, found: list[Leaf], portion: int | None) -> list[No
         else:
             parts.append(leaf)
     return parts
+
+
+def _side_by_side(graph: FlowGraph, parts: list[Node]) -> list[Node]:
+    """Neighbours between which nothing passes, joined."""
+    found: list[Node] = []
+    for part in parts:
+        mine = _stages(part)
+        apart = found and not any(
+            a in graph.downstream(b) or b in graph.downstream(a) for a in mine for b in _stages(found[-1])
+        )
+        if apart:
+            found[-1] = Parallel(found[-1], part)
+        else:
+            found.append(part)
+    return found
 
 
 def _leaf_portion(stage: StageSpec, portion: int | None, mode: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from rlinf_core.config import Config, load_program
-from rlinf_core.errors import RLinfError, TraceError, describe
+from rlinf_core.errors import ConfigError, RLinfError, TraceError, describe
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
@@ -141,6 +142,10 @@ def _planned(cfg: Config, recipe: str) -> tuple[Config, Replanner | None]:
             found = schedule(cfg, recipe, place.path)
         except SystemExit as error:
             raise RLinfError(f"the scheduler {cfg.scheduler!r} called sys.exit({error.code!r})") from error
+        except ConfigError:
+            with contextlib.suppress(OSError):
+                place.path.rmdir()  # refused before anything was written
+            raise
     path, replanner = found if isinstance(found, tuple) else (found, None)
     chosen = Config({**cfg.to_dict(), "plan": str(path)})
     chosen.add_reads(cfg.reads)

@@ -119,6 +119,11 @@ def _zip(folders: tuple[str, ...]) -> bytes:
     return buffer.getvalue()
 
 
+def _span(group: str, ranks: int) -> str:
+    """``group[0]`` or ``group[0-7]``."""
+    return f"{group}[0]" if ranks == 1 else f"{group}[0-{ranks - 1}]"
+
+
 class Runtime:
     """All processes of one run. ``stop`` is safe to call at any time and more than once."""
 
@@ -179,7 +184,9 @@ class Runtime:
         self._endpoint = Endpoint(self._client, store, fetcher, self._payloads.address, DRIVER, 0, Clock(), Sections())
         self._set_lock()
         names = [m for g in self.groups for m in self.members(g)]
-        progress(f"starting {len(names)} worker process(es): {', '.join(names)}")
+        kind = "thread(s)" if self.cluster.debug else "process(es)"
+        shown = ", ".join(_span(g, len(self.members(g))) for g in self.groups)
+        progress(f"starting {len(names)} worker {kind}: {shown}")
         for group in self.groups.values():
             for rank, devices in enumerate(self.plan.groups[group.name].processes):
                 spec, node = self._host_spec(group, rank, devices)
