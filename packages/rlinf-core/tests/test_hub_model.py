@@ -112,6 +112,9 @@ class Rank:
     inside: bool = False
     offload: bool = False
     rounds: int = 0
+    patience: int = 99
+    """How many gets it does not give up; a get with a timeout is withdrawn and asked again."""
+    asked: Any = None
     cancelled: bool = False
     answers: dict[Any, Any] = field(default_factory=dict)
     unanswered: deque[Any] = field(default_factory=deque)
@@ -141,7 +144,7 @@ class World:
             for rank in range(len(group.processes)):
                 member = f"{name}[{rank}]"
                 window = rng.choice([0, 1, 2, 8])
-                self.ranks[member] = Rank(self.rank(name, rank), window=window)
+                self.ranks[member] = Rank(self.rank(name, rank), window=window, patience=rng.choice([0, 1, 99]))
                 self.send(member, Hello(member, 0, "", ("", 0)))
         self.ranks[DRIVER] = Rank(self.feed())
         for step in range(STEPS):
@@ -272,8 +275,8 @@ class World:
         elif kind == "blocked":
             self.send(member, Blocked(what))
             return what
-        elif kind == "enter":
-            self.send(member, Acquire(req, member, False))
+        elif kind in ("enter", "regain"):
+            self.send(member, Acquire(req, member, kind == "regain"))
         elif kind == "get":
             step, name, rank, inside = what
             channels = [f"{step}:{c}" for c in self.flow.inputs[name]]
@@ -329,7 +332,18 @@ class World:
             return True
         if not rank.done and rank.waits is not None and rank.waits[0] == "sync":
             return all(peer.rounds >= rank.rounds for peer in self.peers(member))
+        if not rank.done and rank.waits is not None and self.gives_up(rank):
+            return True
         return not rank.done and (rank.waits is None or rank.waits[1] in rank.answers)
+
+    def gives_up(self, rank: Rank) -> bool:
+        return rank.waits[0] == "get" and rank.patience <= 0
+
+    def withdraw(self, member: str, rank: Rank) -> None:
+        """The timeout of a get is over; its answer may be on its way."""
+        rank.patience = 3
+        self.send(member, ev.CancelRequest(req=rank.waits[1]))
+        rank.waits = ("withdrawn", rank.waits[1])
 
     def peers(self, member: str) -> list[Rank]:
         """The ranks that compute together with it: none leaves a section before all have entered it."""
@@ -347,6 +361,23 @@ class World:
         value = None
         if rank.waits is not None:
             kind, req = rank.waits
+            if kind == "get" and self.gives_up(rank):
+                self.withdraw(member, rank)
+                return
+            if kind == "get":
+                rank.patience -= self.rng.random() < 0.3
+            if kind == "withdrawn":
+                kind = "get"
+                if isinstance(rank.answers[req], ev.CancelDone):
+                    del rank.answers[req]
+                    regain = self.inside_get(member)
+                    rank.waits = ("regain", self.ask(member, "regain", member)) if regain else self.again(member, rank)
+                    return
+            if kind == "regain":
+                del rank.answers[req]
+                self.enter(member)
+                rank.waits = self.again(member, rank)
+                return
             if kind == "sync":
                 rank.answers[req] = None
             value, rank.waits = self.answer(member, kind, rank.answers.pop(req)), None
@@ -357,7 +388,12 @@ class World:
             return
         rank.started = True
         if kind != "pause":
+            rank.asked = what
             rank.waits = (kind, self.ask(member, kind, what))
+
+    def again(self, member: str, rank: Rank) -> tuple[str, Any]:
+        """The same get, asked anew."""
+        return "get", self.ask(member, "get", rank.asked)
 
     def run(self) -> bool:
         """Act until nobody can; True when everybody is done."""

@@ -436,12 +436,18 @@ def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
     client, sections = endpoint.client, endpoint.sections
     try:
         value = client.wait(pending, timeout, aside=not sections.inside())
-    except BaseException as error:
+    except WaitTimeout:
+        # The answer may be on its way: it counts, or its item would be lost. The hub says which of the two it is.
+        client.send(ev.CancelRequest(req=pending.req))
+        value = client.wait(pending)
+        if isinstance(value, ev.CancelDone):
+            if sections.yields():
+                sections.regain()
+            raise
+    except BaseException:
         client.forget(pending)
         if client.cancelled is None and not pending.done:
             client.send(ev.CancelRequest(req=pending.req))
-            if isinstance(error, WaitTimeout) and sections.yields():
-                sections.regain()
         raise
     if sections.inside():
         sections.reload()
@@ -455,21 +461,25 @@ async def _awaited(endpoint: Endpoint, pending: Pending) -> Any:
     wake = partial(_wake, loop, ready)
     client.on_done(pending, wake)
     client.on_offload(wake)  # an offload request is served in an asynchronous wait too
+    withdrawn: asyncio.CancelledError | None = None
     try:
         while not pending.done and client.cancelled is None:
-            await ready.wait()
+            try:
+                await ready.wait()
+            except asyncio.CancelledError as error:  # a timeout, say: as in ``_wait``
+                if withdrawn is None:
+                    client.send(ev.CancelRequest(req=pending.req))
+                withdrawn = error
             ready.clear()
             client.offload_if_wanted()
-    except asyncio.CancelledError:
-        client.forget(pending)
-        client.send(ev.CancelRequest(req=pending.req))
-        if sections.yields():
-            sections.regain()
-        raise
     finally:
         client.off_offload(wake)
     if not pending.done:
         client.check()
+    if withdrawn is not None and isinstance(pending.value, ev.CancelDone):
+        if sections.yields():
+            sections.regain()
+        raise withdrawn
     if sections.inside():
         sections.reload()
     return pending.value

@@ -192,11 +192,13 @@ class HubCore:
         req = getattr(event, "req", None)
         state = self.members.get(member)
         if isinstance(event, ev.CancelRequest):
-            if state is not None:
-                state.waits.pop(cast(tuple[str, int], event.req), None)
-                state.beside.pop(cast(tuple[str, int], event.req), None)
-            self._suspended.pop(cast(tuple[str, int], event.req), None)
-            return self._instructions(self.board.handle(event))
+            instructions = self.board.handle(event)
+            withdrawn = any(isinstance(i, ev.CancelDone) and i.req == event.req for i in instructions)
+            if (
+                withdrawn
+            ):  # else it was answered before, and that answer counts, be it that its devices are still to come
+                self._suspended.pop(cast(tuple[str, int], event.req), None)
+            return self._instructions(instructions)
         # A negative number: asked by a thread beside the engine thread, or ahead by that: it may be at work meanwhile.
         if req is not None and state is not None:
             if req[1] >= 0 or member == DRIVER:
