@@ -60,6 +60,7 @@ class In(Generic[T]):
     def batches(self, n: int | None = None) -> Iterator[list[T]]:
         """Lists of ``n`` items (the plan's portion by default; the last may be shorter) until the end.
 
+        Where the plan says everything at once, ranks that work alone each get one list of about the same weight.
         For a stage with ``barrier = "group"`` only complete groups come, ``n`` is filled up to whole groups.
         For ``barrier = "batch"`` one list with everything. In a collective group every rank gets equally many
         lists, some of which may be empty. On a channel inside a cycle, where waiting for a full portion could be for
