@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -15,7 +16,19 @@ import pytest
 
 from rlinf_sched import FormulaCost, Profile, ProfileSample, SchedError, StepSample, predict
 from rlinf_sched.calibrate import ROUND_TRIP, overhead
-from rlinf_sched.commands.measure import Flow, Observed, Setting, check_hybrid, counts, loops, settings, step_times
+from rlinf_sched.commands.measure import (
+    Flow,
+    Observed,
+    Setting,
+    _free,
+    _Lines,
+    check_hybrid,
+    counts,
+    loops,
+    measure,
+    settings,
+    step_times,
+)
 from rlinf_sched.problemfile import problem_from_dict
 
 graphs = pytest.importorskip("rlinf_core.graph", reason="core is not installed")
@@ -298,3 +311,55 @@ def test_fitted_costs_are_marked_as_measured() -> None:
     data = {"devices": 1, "items": 4, "stages": {"a": {}}}
     problem, _ = problem_from_dict(data, Profile("f", "h", (ProfileSample("a", 1, 4, 4, 1.0),)))
     assert isinstance(problem.costs["a"], FormulaCost) and problem.costs["a"].measured
+
+
+def test_a_profile_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
+    assert _free(tmp_path) == tmp_path / "runs"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs-2").mkdir()
+    assert _free(tmp_path) == tmp_path / "runs-3"
+
+
+def test_a_line_for_each_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = SimpleNamespace(plan="auto", profile=SimpleNamespace(steps=2))
+    lines = _Lines(2)
+    lines.begin(cfg, tmp_path)
+    for number, setting in enumerate((Setting(8), Setting(1, small=True))):
+        lines.starts(number, setting)
+        lines.ends(number, setting, [1.0, 2.0])
+    shown = capsys.readouterr().err.splitlines()
+    then = f"then the plan; to keep it for other runs: plan={tmp_path / 'plan.yaml'}"
+    assert shown[0] == f"profile: 2 short runs of 3 to 5 steps, {then}"
+    assert shown[1].startswith("profile: run 1 of 2: 8 devices, everything at once: 1.5 s/step, about ")
+    assert shown[2:] == ["profile: run 2 of 2: 1 device, a quarter at once: 1.5 s/step"]
+
+
+def test_on_a_terminal_the_line_stands_while_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    lines = _Lines(1)
+    lines.starts(0, Setting(2))
+    lines.breaks()
+    lines.starts(0, Setting(2))
+    lines.ends(0, Setting(2), [])
+    what = "profile: run 1 of 1: 2 devices, everything at once"
+    assert terminal.getvalue() == f"{what} …\r\n{what} …\r{what}  \n"
+
+
+def test_the_largest_part_of_a_rank() -> None:
+    flow = Flow(grpo())
+    flow.read(observe(None))
+    # Of 8 prompts: 4 for a generator's rank; of 32 samples: 16 for a reward's, all for the group of trainers.
+    assert flow.part(2) == 32
+    assert flow.quarter(2) == {"gen": 1, "reward": 4, "train": 8}
+
+
+def test_a_placement_of_a_device_stage_is_not_planned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlinf_core import runner
+    from rlinf_core.config import Config
+
+    monkeypatch.setattr(runner, "prepare", lambda cfg, out: (None, grpo(), {}))
+    cfg = Config({"plan": "auto", "placement": {"reward": "2", "train": "0-1"}})
+    with pytest.raises(SchedError, match="placement.train: where stages on devices run is what is being planned"):
+        measure(cfg, "toy", None, None, tmp_path)

@@ -58,14 +58,17 @@ HEAVY = {name: FormulaCost(spread=1, memory=Memory(resident=60)) for name in ("s
     [
         (
             {"device_bytes": 50.0},
-            "stage 's0' does not fit: it needs 60 bytes on device 0, as on any other, and one has",
+            "stage 's0' does not fit: it needs 60 B on device 0, as on any other, and one has",
         ),
-        ({"device_bytes": 50.0}, "10 bytes short"),
+        ({"device_bytes": 50.0}, "10 B short"),
         (
             {"device_bytes": 100.0, "devices": 1, "graph": chain(2, swappable=False)},
-            "'s0', 's1' cannot be offloaded and must share 1 devices: together they hold 120 bytes",
+            "'s0', 's1' cannot be offloaded and must share 1 device: together they hold 120 B",
         ),
-        ({"device_bytes": 100.0, "devices": 1, "host_bytes": 10.0}, "no plan fits on 1 devices"),
+        (
+            {"device_bytes": 100.0, "devices": 1, "host_bytes": 10.0},
+            "no plan fits on 1 device of 100 B with 10 B of host memory",
+        ),
         ({"graph": chain(2, multiple=8)}, "stage 's0' accepts no device count up to 4: it needs a multiple of 8"),
         ({"graph": chain(2, counts=(6,))}, "it needs one of [6]"),
         ({"graph": chain(2, barrier="group", group=3)}, "8 items are no whole number of groups"),

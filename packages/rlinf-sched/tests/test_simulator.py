@@ -124,3 +124,26 @@ def test_chart(tmp_path: Path) -> None:
     path = tmp_path / "chart.png"
     write_png(simulate(TURNS, problem(switch=1.0, a=1, b=1, c=1)), path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_charts_of_one_folder_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for tree in (Pipe(Leaf("a", 2, 4), Leaf("b", 1, 4), 4), Pipe(Leaf("b", 1, 4), Leaf("a", 2, 4), 4)):
+        run = simulate(tree, problem(a=1, b=1))
+        write_png(run, tmp_path / "chart.png", devices=8, stages=("a", "b"))
+    for figure in drawn:
+        axes = figure.axes[0]
+        assert axes.get_ylim()[1] == 8, "idle devices are there"
+        assert all(tick == round(tick) for tick in axes.get_yticks())
+        legend = axes.get_legend()
+        assert legend is not None
+        colours = {
+            text.get_text(): to_hex(patch.get_facecolor())
+            for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+        }
+        assert colours == {"a": "#4477aa", "b": "#ee6677"}

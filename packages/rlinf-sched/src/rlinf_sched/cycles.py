@@ -13,6 +13,7 @@ import numpy as np
 from rlinf_sched.costmodel import APART, IN_TURN, Cost, Floats, Memory, SplitCost
 from rlinf_sched.graph import Cycle, Graph, GraphError, Stage
 from rlinf_sched.problem import Problem
+from rlinf_sched.units import counted
 
 SUB_BATCHES = (1, 2, 3, 4, 8)
 
@@ -59,8 +60,8 @@ def _as_stage(problem: Problem, cycle: Cycle) -> tuple[Stage, Cost]:
     counts = tuple(int(n) for n in np.flatnonzero(usable))
     if not counts:
         raise GraphError(
-            f"the cycle of {one.name!r} and {two.name!r} fits on no split of {problem.devices} devices: their counts "
-            "or their memory do not go together"
+            f"the cycle of {one.name!r} and {two.name!r} fits on no split of {counted(problem.devices, 'device')}: "
+            "their counts or their memory do not go together"
         )
     together = sum if cycle.collocate else max
     cost = SplitCost(

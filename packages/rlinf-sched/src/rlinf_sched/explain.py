@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlinf_sched.costmodel import Cost, Floats, Ints
-from rlinf_sched.planner import Candidate, Plan
+from rlinf_sched.costmodel import Cost, Floats, Ints, StreamCost
+from rlinf_sched.export import plan_data
+from rlinf_sched.planner import Candidate, Plan, preference, rescore
+from rlinf_sched.predict import predict
 from rlinf_sched.problem import Problem
 from rlinf_sched.tree import describe, leaves, price
+from rlinf_sched.units import counted, size
 
 FAMILIES = ("temporal", "spatial", "hybrid")
 _RANGE = 8.0
+_CLOSER = 5
+"""Halvings of the distance to a factor that prices do not know, by predictions."""
+_SHOWN = 5e-4
+"""Relative difference below which two times are the same as printed."""
 
 
 @dataclass(frozen=True)
 class Line:
     """One family's best plan. Seconds: ``busy`` by stage, ``fill`` until the last stage has begun, ``drain`` after the
     first stage has ended, ``switching``. ``idle``: share of all device-seconds without work. ``peak``: bytes.
-    ``changes``: portions of its plan file that the tree does not show."""
+    ``changes``: portions of its plan file that the tree does not show. ``loses``: why it is not the best; ``wins``: why
+    the best was taken although others are about as fast; ``equal``: it is within the tie."""
 
     family: str
     seconds: float
@@ -32,12 +41,14 @@ class Line:
     peak: float
     loses: str
     changes: str = ""
+    wins: str = ""
+    equal: bool = False
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """``lines``: the fastest first. ``flips``: facts that would make another family win. ``absent``: why a family has
-    no plan. ``notes``: what else to know."""
+    """``lines``: the chosen one first, then the fastest. ``flips``: facts that would make
+    another family win. ``absent``: why a family has no plan. ``notes``: what else to know."""
 
     lines: tuple[Line, ...]
     flips: tuple[str, ...]
@@ -52,12 +63,14 @@ class Explanation:
             rows.append(f"{line.family}: {line.seconds:.4g} s  {line.tree}")
             rows.append(
                 f"    busy {busy}; bottleneck {line.bottleneck}; fill {line.fill:.4g}, drain {line.drain:.4g}, "
-                f"switching {line.switching:.4g} s; idle {line.idle:.0%}; peak {line.peak:.4g} bytes"
+                f"switching {line.switching:.4g} s; idle {line.idle:.0%}; peak {size(line.peak)}"
             )
             if line.changes:
                 rows.append(f"    {line.changes}")
+            if line.wins:
+                rows.append(f"    chosen: {line.wins}")
             if line.loses:
-                rows.append(f"    loses: {line.loses}")
+                rows.append(f"    {'as good' if line.equal else 'loses'}: {line.loses}")
         return "\n".join([*rows, *self.flips, *self.absent, *self.notes])
 
 
@@ -102,6 +115,16 @@ class Scaled(Cost):
 
 def rescaled(cost: Cost, factor: float, switch: float = 1.0) -> Cost:
     """The cost with its times and its switches multiplied."""
+    if isinstance(cost, StreamCost):  # stays one, so that its lengths are drawn
+        return replace(
+            cost,
+            alpha=cost.alpha * factor,
+            beta=cost.beta * factor,
+            fixed=cost.fixed * factor,
+            load=cost.load * switch,
+            offload=cost.offload * switch,
+            reload_each=cost.reload_each * switch,
+        )
     if isinstance(cost, Scaled):
         factor *= cost.factor
         cost = cost.of
@@ -134,23 +157,25 @@ def explain(plan: Plan) -> Explanation:
     notes = []
     if plan.close:
         notes.append(
-            f"too close to call: the difference is within {plan.tie:.1%}; the plan with fewer switches is taken"
+            f"too close to call by time: within {plan.tie:.1%} fewer switches decide, then larger portions, less "
+            "memory, devices along nodes"
         )
     if not plan.exact:
         notes.append("the search looked at a part of the device counts, then at those near the best plans")
     absent = [
-        f"no {family} plan: {_why_absent(family, plan.problem)}"
+        f"no {family} plan: {why_absent(family, plan.problem)}"
         for family in FAMILIES
         if family not in plan.families and "single" not in plan.families
     ]
     return Explanation(lines, tuple(_flips(plan)), tuple(absent), tuple(notes))
 
 
-def _why_absent(family: str, problem: Problem) -> str:
+def why_absent(family: str, problem: Problem) -> str:
+    """Why a family has no plan."""
     on_devices = [stage for stage in problem.graph.stages.values() if stage.device]
     need = sum(stage.accepted(problem.devices)[0] for stage in on_devices)
     if family == "spatial" and need > problem.devices:
-        return f"its stages need {need} devices at least and there are {problem.devices}"
+        return f"its stages need {counted(need, 'device')} at least and there are {problem.devices}"
     if family == "hybrid" and len(on_devices) < 3:
         return "it needs three stages on devices"
     return "none fits into memory, or no split is accepted by the stages"
@@ -176,14 +201,64 @@ def _line(plan: Plan, candidate: Candidate) -> Line:
         "",
         candidate.changes,
     )
-    return line if candidate is plan.best else replace(line, loses=_loses(plan, candidate, line))
+    if candidate is plan.best:
+        return replace(line, wins=_wins(plan))
+    return replace(line, loses=_loses(plan, candidate, line), equal=_tied(plan, candidate))
+
+
+def _tied(plan: Plan, rival: Candidate) -> bool:
+    """Whether time did not decide between it and the best."""
+    best = plan.best
+    return rival.rescored * (1 + rival.doubt) <= best.rescored * (1 + best.doubt) * (1 + plan.tie)
+
+
+def _wins(plan: Plan) -> str:
+    """What decided for the best against those that are about as fast, or faster."""
+    reasons = []
+    for name, rival in plan.families.items():
+        if rival is plan.best:
+            continue
+        if _tied(plan, rival):
+            reasons.append(f"{name} is {_apart(plan, rival, within=True)}: {_decided(plan, rival)}")
+        elif rival.rescored < plan.best.rescored:
+            reasons.append(
+                f"{name} is {_apart(plan, rival)}, but takes portions far below those that were profiled, for which it "
+                f"must be {rival.doubt:.0%} better"
+            )
+    return "; ".join(reasons)
+
+
+def _apart(plan: Plan, rival: Candidate, within: bool = False) -> str:
+    difference = rival.rescored / plan.best.rescored - 1
+    if abs(difference) < _SHOWN:
+        return "as fast"
+    if within:
+        return f"{_apart(plan, rival)}, within {plan.tie:.1%}"
+    return f"{abs(difference):.1%} {'faster' if difference < 0 else 'slower'}"
+
+
+def _decided(plan: Plan, rival: Candidate) -> str:
+    """Which tie-break was the first that differed, and how."""
+    mine, theirs = preference(plan.best, plan.problem), preference(rival, plan.problem)
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(mine) - 1)
+    a, b = mine[at], theirs[at]
+    reasons = (
+        lambda: f"fewer switches ({a:g}, not {b:g})",
+        lambda: f"larger portions (at least {-a:g} items at once, not {-b:g})",
+        lambda: f"a lower peak of memory ({size(a)}, not {size(b)})",
+        lambda: f"fewer stages across nodes ({a:g}, not {b:g})",
+        lambda: "the faster of the two",
+    )
+    return reasons[at]()
 
 
 def _loses(plan: Plan, candidate: Candidate, line: Line) -> str:
     best = plan.best
     difference = candidate.rescored / best.rescored - 1
-    if abs(difference) <= plan.tie:
-        return f"{difference:+.1%}, too close to call; it switches {candidate.switches} times, the best {best.switches}"
+    if _tied(plan, candidate):
+        return f"{_apart(plan, candidate)}; the best has {_decided(plan, candidate)}"
+    if difference < 0:
+        return f"{_apart(plan, candidate)}, but its portions are far below those that were profiled"
     reasons = []
     if line.switching > best.run.switching * 1.05 + 1e-9:
         reasons.append(f"switching takes {line.switching:.4g} s, in the best plan {best.run.switching:.4g} s")
@@ -196,20 +271,21 @@ def _loses(plan: Plan, candidate: Candidate, line: Line) -> str:
         count = next(leaf.devices for leaf in leaves(candidate.tree) if leaf.stage == name)
         theirs = next(leaf.devices for leaf in leaves(best.tree) if leaf.stage == name)
         reasons.append(
-            f"{name} takes {line.busy[name]:.4g} s on {count} devices ({best.run.busy[name]:.4g} s on {theirs})"
+            f"{name} takes {line.busy[name]:.4g} s on {counted(count, 'device')} "
+            f"({best.run.busy[name]:.4g} s on {theirs})"
         )
     return f"{difference:+.1%}: " + ("; ".join(reasons) or "nothing overlaps that would make up for the rest")
 
 
 def _flips(plan: Plan) -> list[str]:
-    """Which change of one fact alone makes another family's plan the faster one."""
+    """Which change of one fact alone makes another family's plan the faster one, by the times that are shown: both
+    plans are predicted again with the changed fact."""
     facts = []
-    best = plan.best
     for name, rival in plan.families.items():
-        if name == best.family:
-            continue
-        free = scaled(plan.problem, switch=0.0)
-        if _seconds(rival, free) < _seconds(best, free) * (1 - 1e-9):
+        if rival is plan.best or rival.rescored <= plan.best.rescored:
+            continue  # the faster one already, and not chosen
+        switches = plan.best.run.switching > 0 or rival.run.switching > 0
+        if switches and _ahead(plan, rival, None, 1.0, switch=0.0):
             facts.append(f"{name} would win if switching were free")
         for stage in plan.problem.graph.stages:
             factor = _crossing(plan, rival, stage)
@@ -219,22 +295,60 @@ def _flips(plan: Plan) -> list[str]:
 
 
 def _crossing(plan: Plan, rival: Candidate, stage: str) -> float | None:
-    """The factor nearest to 1 on this stage's time at which the rival's tree overtakes (None: up to 8 none)."""
+    """A factor near to 1 on this stage's time at which the rival overtakes (None: none was found up to 8).
 
-    def ahead(factor: float) -> bool:
+    Prices, brought to what is shown without a change, say where to look; predictions decide."""
+
+    def guessed(factor: float) -> bool:
         changed = scaled(plan.problem, stage, factor)
-        return _seconds(rival, changed) < _seconds(plan.best, changed)
+        return _priced(rival, changed) < _priced(plan.best, changed)
 
     found = []
     for end in (1 / _RANGE, _RANGE):
-        if ahead(end) and not ahead(1.0):
-            inside, outside = 1.0, end
-            for _ in range(20):
-                middle = (inside * outside) ** 0.5
-                inside, outside = (inside, middle) if ahead(middle) else (middle, outside)
+        if not guessed(end):
+            continue
+        inside, outside = 1.0, end
+        for _ in range(20):
+            middle = (inside * outside) ** 0.5
+            inside, outside = (inside, middle) if guessed(middle) else (middle, outside)
+        outside = _shown_factor(outside, end)
+        if _ahead(plan, rival, stage, outside):
+            found.append(outside)
+        elif _ahead(plan, rival, stage, end):
+            inside, outside = outside, end
+            for _ in range(_CLOSER):
+                middle = _shown_factor((inside * outside) ** 0.5, end)
+                inside, outside = (inside, middle) if _ahead(plan, rival, stage, middle) else (middle, outside)
             found.append(outside)
     return min(found, key=lambda f: max(f, 1 / f), default=None)
 
 
-def _seconds(candidate: Candidate, problem: Problem) -> float:
-    return price(candidate.tree, problem.items, problem).latency
+def _shown_factor(factor: float, end: float) -> float:
+    """The factor as it is printed, on the side where the rival is ahead."""
+    step = math.ceil if end > 1 else math.floor
+    return step(factor * 100 + (1e-6 if end > 1 else -1e-6)) / 100
+
+
+def _priced(candidate: Candidate, problem: Problem) -> float:
+    found: float = price(candidate.tree, problem.items, problem).latency
+    return found * candidate.rescored / max(candidate.seconds, 1e-12)
+
+
+def _ahead(plan: Plan, rival: Candidate, stage: str | None, factor: float, switch: float = 1.0) -> bool:
+    times = [shown(plan, candidate, stage, factor, switch) for candidate in (rival, plan.best)]
+    return times[0] < times[1] * (1 - 1e-9)
+
+
+def shown(
+    plan: Plan, candidate: Candidate, stage: str | None = None, factor: float = 1.0, switch: float = 1.0
+) -> float:
+    """Seconds as shown for a candidate, with one stage's times (None: none; a cycle's name: its members') and all
+    switches multiplied."""
+    if not all(cost.measured for cost in plan.original.costs.values()):
+        return rescore(candidate.tree, scaled(plan.problem, stage, factor, switch))
+    problem = scaled(plan.original, None, 1.0, switch)
+    names = next((c.members for c in plan.original.graph.cycles if c.name == stage), (stage,))
+    for name in names:
+        problem = scaled(problem, name, factor)
+    tree = plan_data(plan.problem, plan.original, candidate.tree)
+    return predict(problem, candidate.data if candidate.data is not None else tree).seconds

@@ -6,7 +6,9 @@ at once; only a collective group's portion is for all its ranks together.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlinf_sched.costmodel import SplitCost
@@ -132,6 +134,23 @@ class _Export:
         if left is None or right is None:
             return left or right
         return {"cycle": {"a": left, "b": right} | self._said(said[0] if said else None)}
+
+
+_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
+"""What YAML takes for something else than a text."""
+
+
+def yaml_text(data: Mapping[str, Any], indent: int = 0) -> str:
+    """A plan as YAML; keys and values are written as in JSON where YAML reads the same, so no library is needed."""
+    lines = []
+    for key, value in data.items():
+        name = key if key.isidentifier() and key.lower() not in _WORDS else json.dumps(key)
+        if isinstance(value, Mapping) and value:
+            lines.append(f"{'  ' * indent}{name}:\n")
+            lines.append(yaml_text(value, indent + 1))
+        else:
+            lines.append(f"{'  ' * indent}{name}: {json.dumps(value)}\n")
+    return "".join(lines)
 
 
 def own_portion(stage: Stage, ranks: int, portion: int, items: int) -> int | None:

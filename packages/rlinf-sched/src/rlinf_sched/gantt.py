@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,39 @@ def write_perfetto(run: Run, path: Path) -> None:
     path.write_text(json.dumps(to_perfetto(run)) + "\n")
 
 
-def write_png(run: Run, path: Path, title: str = "") -> None:
-    """Devices upwards, seconds to the right; hatched bars are switches. SchedError when matplotlib is missing."""
+def colours(stages: Sequence[str]) -> dict[str, str]:
+    """A colour for each stage, by its place among all of them."""
+    return {stage: _COLOURS[i % len(_COLOURS)] for i, stage in enumerate(dict.fromkeys(stages))}
+
+
+def check_charts() -> None:
+    """Raise SchedError when matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise SchedError(
             "a chart needs matplotlib: install rlinf-sched[plot] (in a checkout: tools/install rlinf-sched[plot])"
         )
+
+
+def write_png(run: Run, path: Path, title: str = "", *, devices: int = 0, stages: Sequence[str] = ()) -> None:
+    """Devices upwards, seconds to the right; hatched bars are switches. SchedError when matplotlib is missing.
+
+    ``devices``: how many there are (0: those that are used); ``stages``: all that may be drawn, in the order of their
+    colours, so that several charts agree (empty: those of the run)."""
+    check_charts()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
-    stages = list(dict.fromkeys(bar.stage for bar in run.bars if bar.what == "work"))
-    colour = {stage: _COLOURS[i % len(_COLOURS)] for i, stage in enumerate(stages)}
+    drawn = list(dict.fromkeys(bar.stage for bar in run.bars if bar.what == "work"))
+    colour = colours([*stages, *drawn])
+    stages = [stage for stage in colour if stage in drawn]
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     cpu = [stage for stage in stages if all(bar.last < bar.first for bar in run.bars if bar.stage == stage)]
-    height = max(run.used / 12, 0.5)
+    top = max(run.used, devices, 1)
+    height = max(top / 12, 0.5)
     for bar in run.bars:
         low, size = (
             (bar.first, bar.last - bar.first + 1)
@@ -69,14 +86,15 @@ def write_png(run: Run, path: Path, title: str = "") -> None:
         switch = bar.what == "switch"
         axes.broken_barh(
             [(bar.start, bar.end - bar.start)],
-            (low + 0.04 * size, 0.92 * size),
+            (low + 0.04 * min(size, 1), size - 0.08 * min(size, 1)),
             facecolors="white" if switch else colour[bar.stage],
             edgecolors="#555555" if switch else "white",
             hatch="////" if switch else None,
-            linewidth=0.4,
+            linewidth=0.4 if switch or top <= 64 else 0.0,
         )
     axes.set_xlim(0, run.seconds)
-    axes.set_ylim(-height * len(cpu), max(run.used, 1))
+    axes.set_ylim(-height * len(cpu), top)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("seconds")
     axes.set_ylabel("device")
     axes.set_title(title or f"{run.seconds:.4g} s")

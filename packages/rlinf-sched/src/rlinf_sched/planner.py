@@ -19,13 +19,13 @@ from rlinf_sched.cycles import collapse
 from rlinf_sched.export import plan_data
 from rlinf_sched.graph import SchedError
 from rlinf_sched.moves import difference
-from rlinf_sched.predict import predict
+from rlinf_sched.predict import SEEDS, followed, predict
 from rlinf_sched.problem import Problem
 from rlinf_sched.refine import SCREEN, beyond, effort, refined
-from rlinf_sched.runtime import ALONE
 from rlinf_sched.search import NAMES, Search
 from rlinf_sched.simulator import Run, simulate
 from rlinf_sched.tree import Leaf, Node, Parallel, Pipe, Price, devices, family, leaves, price, sides, switches
+from rlinf_sched.units import counted, size
 
 COARSE = 16
 """Device counts of a stage up to which the first search is left out."""
@@ -39,16 +39,15 @@ WIDTHS = (0.12, 0.03, 0.008)
 """Relative distances of the device counts that the refinements look at."""
 CAP = 12
 """Points for one device count where memory binds and the search is not small enough to keep all."""
+SEEDS_GIVEN = 3
+"""Draws of the lengths of streaming stages over which a plan is re-scored where costs are given."""
 TIE, MOST_TIE = 0.01, 0.10
 DOUBT = 0.05
 """See ``Candidate.doubt``: of a plan with portions far below those that were profiled."""
-FEW_RANKS = 16
-"""On more devices than these the ranks of a stage are taken for one while plans are compared."""
 RETRIED = 24
 """Plans of a family that are tried when the runtime cannot keep the price of the best."""
 FINALISTS, REFINED = 8, 3
 """Plans that are predicted over more draws in the end, and those of them whose portions are refined."""
-DRAWS = 16
 ROOM, ROOM_EACH = 40_000, 30_000
 """What predicting all finalists may take, and refining the portions of one (see ``refine.effort``)."""
 
@@ -74,10 +73,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """``best``: the chosen candidate. ``families``: the best of each, the fastest first; ``least``: priced seconds of
-    the fastest of each and ``cheapest`` its tree, before ties were broken. ``tie``: relative difference
-    below which plans count as equal. ``exact``: no device count and no point was left out. ``problem``: what was
-    planned, cycles as one stage each."""
+    """``best``: the chosen candidate. ``families``: the best of each, the chosen one first, then the fastest;
+    ``least``: priced seconds of the fastest of each and ``cheapest`` its tree, before ties were broken. ``tie``:
+    relative difference below which plans count as equal. ``exact``: no device count and no point was left out.
+    ``problem``: what was planned, cycles as one stage each."""
 
     best: Candidate
     families: Mapping[str, Candidate]
@@ -91,7 +90,7 @@ class Plan:
     cheapest: Mapping[str, Node] = field(default_factory=dict)
 
 
-def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
+def plan(problem: Problem, *, seeds: int = SEEDS_GIVEN, limit: int | None = None) -> Plan:
     """The plan with the least predicted time. Raises SchedError when there is none, naming what does not fit.
 
     ``seeds``: draws of the lengths of streaming stages over which a plan is re-scored. ``limit``: device counts of a
@@ -109,12 +108,10 @@ def plan(problem: Problem, *, seeds: int = 3, limit: int | None = None) -> Plan:
     near = [c for trees in found.values() for c in _realised(problem, original, trees, tie, seeds)]
     if _by_rank(original):
         near = _finished(problem, original, near, seeds)
-    families = _firsts(near)
-    fastest = min(c.rescored * (1 + c.doubt) for c in near)
-    equal = [c for c in near if c.rescored * (1 + c.doubt) <= fastest * (1 + tie)]
-    best = min(equal, key=lambda c: _preference(c, problem))
-    families[best.family] = best
-    families = dict(sorted(families.items(), key=lambda item: item[1].rescored))
+    best, families = _chosen(problem, near, tie)
+    if seeds and _by_rank(original):  # where fewer draws were used to compare many, the last word is `predict`'s
+        few = [_predicted(problem, original, c) for c in families.values()]
+        best, families = _chosen(problem, few, tie)
     rivals = [c for name, c in families.items() if name != best.family]
     close_call = any(c.rescored <= best.rescored * (1 + tie) for c in rivals)
     took = time.perf_counter() - began
@@ -131,12 +128,12 @@ def memory_binds(problem: Problem) -> bool:
         if stage.device and math.isfinite(problem.device_bytes):
             cost = problem.costs[name]
             counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
-            sizes = [c for c in problem.sizes() if stage.takes(c, problem.items)]
+            portions = [c for c in problem.sizes() if stage.takes(c, problem.items)]
             total += max(
                 (
-                    float((cost.resident(counts, option) + cost.working(counts, size, option)).max())
-                    for size in sizes
-                    for option in cost.options(size)
+                    float((cost.resident(counts, option) + cost.working(counts, c, option)).max())
+                    for c in portions
+                    for option in cost.options(c)
                 ),
                 default=0.0,
             )
@@ -258,6 +255,22 @@ def _realised(
     return close
 
 
+def _chosen(problem: Problem, near: Sequence[Candidate], tie: float) -> tuple[Candidate, dict[str, Candidate]]:
+    """The best, by preference among ties, and the best of each family, it first."""
+    families = _firsts(near)
+    fastest = min(c.rescored * (1 + c.doubt) for c in near)
+    equal = [c for c in near if c.rescored * (1 + c.doubt) <= fastest * (1 + tie)]
+    best = min(equal, key=lambda c: preference(c, problem))
+    families[best.family] = best
+    return best, dict(sorted(families.items(), key=lambda item: (item[1] is not best, item[1].rescored)))
+
+
+def _predicted(problem: Problem, original: Problem, c: Candidate) -> Candidate:
+    """The candidate with what `rlinf simulate --plan` says of its plan file."""
+    run = predict(original, c.data if c.data is not None else plan_data(problem, original, c.tree))
+    return replace(c, rescored=run.seconds, run=run)
+
+
 def _firsts(near: Sequence[Candidate]) -> dict[str, Candidate]:
     """The fastest of each family."""
     firsts: dict[str, Candidate] = {}
@@ -272,8 +285,8 @@ def _finished(problem: Problem, original: Problem, near: list[Candidate], seeds:
     firsts = list(_firsts(near).values())
     chosen = [*firsts, *(c for c in ranked if all(c is not first for first in firsts))][:FINALISTS]
     each = sum(effort(original, c.run) for c in chosen)
-    draws = max(seeds, min(DRAWS, ROOM // each)) if seeds else 0
-    alone = _followed(problem)
+    draws = max(seeds, min(SEEDS, ROOM // each)) if seeds else 0
+    alone = followed(problem.devices)
     found = []
     for number, c in enumerate(chosen):
         data = plan_data(problem, original, c.tree)
@@ -294,16 +307,11 @@ def _expected(problem: Problem, original: Problem, candidate: Candidate) -> floa
     if not _by_rank(original):
         return candidate.run.seconds
     data = plan_data(problem, original, candidate.tree)
-    return predict(original, data, seeds=0, alone=_followed(problem)).seconds - problem.overhead
+    return predict(original, data, seeds=0, alone=followed(problem.devices)).seconds - problem.overhead
 
 
 def _by_rank(problem: Problem) -> bool:
     return all(cost.measured for cost in problem.costs.values())
-
-
-def _followed(problem: Problem) -> int:
-    """Many ranks are taken for one while plans are compared: the ranks of a stage differ by chance alone."""
-    return FEW_RANKS if problem.devices > FEW_RANKS else ALONE
 
 
 def _candidate(problem: Problem, original: Problem, tree: Node, seeds: int) -> Candidate:
@@ -311,17 +319,23 @@ def _candidate(problem: Problem, original: Problem, tree: Node, seeds: int) -> C
     loads = switches(tree, problem.items, problem.items)
     if _by_rank(original):
         data = plan_data(problem, original, tree)
-        run = predict(original, data, seeds=seeds, alone=_followed(problem))
+        run = predict(original, data, seeds=seeds, alone=followed(problem.devices))
         return Candidate(family(tree), tree, found.latency, run.seconds, found, loads, run)
     run = simulate(tree, problem, rule="lock")
-    rescored = run.seconds
+    return Candidate(family(tree), tree, found.latency, rescore(tree, problem, seeds), found, loads, run)
+
+
+def rescore(tree: Node, problem: Problem, seeds: int = SEEDS_GIVEN) -> float:
+    """Seconds of a tree under the runtime's lock, where costs are given and not measured."""
     if seeds and any(isinstance(problem.costs[leaf.stage], StreamCost) for leaf in leaves(tree)):
-        rescored = float(np.mean([simulate(tree, problem, rule="lock", seed=seed).seconds for seed in range(seeds)]))
-    return Candidate(family(tree), tree, found.latency, rescored + problem.overhead, found, loads, run)
+        return problem.overhead + float(
+            np.mean([simulate(tree, problem, rule="lock", seed=seed).seconds for seed in range(seeds)])
+        )
+    return problem.overhead + simulate(tree, problem, rule="lock").seconds
 
 
-def _preference(c: Candidate, problem: Problem) -> tuple[float, ...]:
-    """Among ties: fewer switches, larger portion, lower peak, node-aligned, then the faster."""
+def preference(c: Candidate, problem: Problem) -> tuple[float, ...]:
+    """The least wins among ties: fewer switches, larger portion, lower peak, node-aligned, then the faster."""
     return (
         c.switches,
         -smallest_portion(c.tree, problem.items),
@@ -357,8 +371,10 @@ def _nothing(problem: Problem) -> str:
             continue
         cost = problem.costs[name]
         counts = np.array(stage.accepted(problem.devices), dtype=np.int64)
-        size = min((c for c in problem.sizes() if stage.takes(c, problem.items)), default=problem.items)
-        work = min(float((cost.resident(counts) + cost.working(counts, size, o)).min()) for o in cost.options(size))
+        portion = min((c for c in problem.sizes() if stage.takes(c, problem.items)), default=problem.items)
+        work = min(
+            float((cost.resident(counts) + cost.working(counts, portion, o)).min()) for o in cost.options(portion)
+        )
         whole = float(cost.resident(counts).min())
         need.append((work - (min(cost.memory.remainder, whole) if stage.swappable else whole), name))
     if not math.isfinite(problem.device_bytes):
@@ -374,11 +390,12 @@ def _nothing(problem: Problem) -> str:
     short = most + rest - problem.device_bytes
     if short > 0:
         return (
-            f"stage {name!r} does not fit beside the others on {problem.devices} devices: it needs {most + rest:.4g} "
-            f"bytes on device 0 with what the others leave there, and a device has {problem.device_bytes:.4g}: "
-            f"{short:.4g} bytes short; let the others be offloaded, or give more devices"
+            f"stage {name!r} does not fit beside the others on {counted(problem.devices, 'device')}: it needs "
+            f"{size(most + rest)} on device 0 with what the others leave there, and a device has "
+            f"{size(problem.device_bytes)}: {size(short)} short; let the others be offloaded, or give more devices"
         )
     return (
-        f"no plan fits on {problem.devices} devices of {problem.device_bytes:.4g} bytes with {problem.host_bytes:.4g} "
-        f"bytes of host memory for each; stage {name!r} needs most on device 0; give more host memory or devices"
+        f"no plan fits on {counted(problem.devices, 'device')} of {size(problem.device_bytes)} with "
+        f"{size(problem.host_bytes)} of host memory for each; stage {name!r} needs most on device 0; give more host "
+        "memory or devices"
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from rlinf_sched.costmodel import Cost
 from rlinf_sched.graph import Graph, SchedError, Stage
+from rlinf_sched.units import counted, size
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ class Problem:
             )
             if need > self.device_bytes:
                 raise SchedError(
-                    f"stage {name!r} does not fit: it needs {need:.4g} bytes on device 0, as on any other, and one has "
-                    f"{self.device_bytes:.4g}, {need - self.device_bytes:.4g} bytes short; give it more devices, a "
+                    f"stage {name!r} does not fit: it needs {size(need)} on device 0, as on any other, and one has "
+                    f"{size(self.device_bytes)}, {size(need - self.device_bytes)} short; give it more devices, a "
                     "smaller micro-batch or fewer slots"
                 )
         held = sum(
@@ -100,6 +101,6 @@ class Problem:
         if len(device_stages) > self.devices and held > self.device_bytes:
             names = ", ".join(repr(s.name) for s in device_stages if not s.swappable)
             raise SchedError(
-                f"{names} cannot be offloaded and must share {self.devices} devices: together they hold {held:.4g} "
-                f"bytes and a device has {self.device_bytes:.4g}, {held - self.device_bytes:.4g} bytes short"
+                f"{names} cannot be offloaded and must share {counted(self.devices, 'device')}: together they hold "
+                f"{size(held)} and a device has {size(self.device_bytes)}, {size(held - self.device_bytes)} short"
             )

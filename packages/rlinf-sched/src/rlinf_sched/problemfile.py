@@ -35,6 +35,7 @@ from rlinf_sched.fit import fit_stage
 from rlinf_sched.graph import Graph, GraphError, SchedError, known, near
 from rlinf_sched.problem import Problem
 from rlinf_sched.profile import Profile
+from rlinf_sched.units import counted
 
 _KINDS: dict[str, type[Cost]] = {"formula": FormulaCost, "table": TableCost, "stream": StreamCost}
 _TOP = ("devices", "items", "device_bytes", "host_bytes", "node", "portions", "max_portions", "hardware", "overhead")
@@ -46,7 +47,8 @@ def read_data(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SchedError(f"{path}: cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SchedError(f"{path}: cannot be read: {why}") from error
     if path.suffix in (".yaml", ".yml"):
         if find_spec("yaml") is None:
             raise SchedError(f"{path}: YAML needs pyyaml (rlinf-sched[yaml]); without it, give JSON")
@@ -93,7 +95,7 @@ def problem_from_dict(
     warnings: list[str] = []
     missing = [name for name in graph.stages if name not in costs]
     if missing and profile is None:
-        raise SchedError(f"stage {missing[0]!r} has no cost: give one, or a profile")
+        raise SchedError(f"stage {missing[0]!r} has no cost: give one, or a profile (--profile)")
     if missing and profile is not None:
         for name in missing:
             mine = [sample for sample in profile.samples if sample.stage == name]
@@ -171,8 +173,23 @@ def _lengths(data: object, where: str) -> tuple[float, ...]:
     return tuple(sorted(float(x) for x in data))
 
 
+def beyond_profile(problem: Problem, profile: Profile) -> list[str]:
+    """What speaks against so many devices, one sentence at most: that none as many were profiled."""
+    most = max((sample.devices for sample in profile.samples), default=0)
+    if not 0 < most < problem.devices:
+        return []
+    return [
+        f"the profile was taken on at most {counted(most, 'device')}: what stages take on more, up to "
+        f"{problem.devices}, is extrapolated"
+    ]
+
+
 def resized(problem: Problem, devices: int | None, items: int | None) -> Problem:
     """The problem on other devices or with other items."""
-    changed = replace(problem, devices=devices or problem.devices, items=items or problem.items)
+    changed = replace(
+        problem,
+        devices=problem.devices if devices is None else devices,
+        items=problem.items if items is None else items,
+    )
     changed.validate()
     return changed

@@ -196,8 +196,12 @@ class Profile:
             data = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise ProfileError(f"{path}: there is no such file") from error
+        except OSError as error:
+            raise ProfileError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise ProfileError(f"{path}: not JSON: {error}") from error
+        if isinstance(data, dict) and {"stages", "devices"} <= data.keys():
+            raise ProfileError(f"{path}: this looks like a problem file; give the profile.json")
         if not isinstance(data, dict):
             raise ProfileError(f"{path}: a profile is a mapping, not {type(data).__name__}")
         try:

@@ -17,6 +17,7 @@ from rlinf_sched.explain import explain, scaled
 from rlinf_sched.graph import Cycle, Graph, Stage
 from rlinf_sched.planner import Plan, plan
 from rlinf_sched.problem import Problem
+from rlinf_sched.units import counted
 
 DEVICE = 80e9
 
@@ -224,7 +225,7 @@ def report(case: Case) -> tuple[Plan, str]:
     """The plan of a case and what there is to say about it."""
     found = plan(case.problem)
     lines = [
-        f"{case.name} on {case.problem.devices} devices: {found.best.family} (published: {case.published})",
+        f"{case.name} on {counted(case.problem.devices, 'device')}: {found.best.family} (published: {case.published})",
         f"  {case.points} published numbers, {case.free} free parameters; not explained: {case.unexplained}",
         *(f"  assumed: {text}" for text in case.assumptions),
         *("  " + line for line in explain(found).text().splitlines()),

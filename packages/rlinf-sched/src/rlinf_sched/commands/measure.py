@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ import numpy as np
 from rlinf_sched.fit import resampled
 from rlinf_sched.graph import SchedError
 from rlinf_sched.profile import Profile, ProfileSample, StepSample
+from rlinf_sched.units import counted
 
 if TYPE_CHECKING:
     from rlinf_core.config import Config
@@ -147,6 +149,12 @@ def measure(
         raise SchedError(f"the recipe has no phase {PHASE!r} to profile; it has {', '.join(graph.phases)}")
     if cfg.plan == HYBRID:
         check_hybrid(graph)
+    fixed = [name for name in cfg.placement if name in graph.stages and graph.stages[name].device]
+    if fixed:
+        raise SchedError(
+            f"placement.{fixed[0]}: where stages on devices run is what is being planned; leave it out, or write it into a "
+            "plan file"
+        )
     with connect(cfg.cluster, f"{recipe}/profile") as cluster:  # one Ray for all the short runs
         return _measured(cfg, recipe, graph, cluster.info, counts(devices, cluster.info), portions, out)
 
@@ -168,24 +176,81 @@ def _measured(
     steps: list[StepSample] = []
     flow = Flow(graph)
     todo = settings(devices, portions)
-    began, first = time.monotonic(), 0.0
+    place, told = _free(out), False
+    lines = _Lines(len(todo))
+    lines.begin(cfg, out)
     for number, setting in enumerate(todo):
         if setting.small:
             setting = replace(setting, each=flow.quarter(setting.devices))
-        left = f", about {first * (len(todo) - number):.0f} s left" if number else ""
-        all_of = "everything at once" if setting.portion is None else f"portions of {setting.portion}"
-        all_of = "a quarter at once" if setting.small else all_of
-        print(f"profile: run {number + 1} of {len(todo)}: {setting.devices} device(s), {all_of}{left}", file=sys.stderr)
+        lines.starts(number, setting)
         observed = Observed(inputs)
-        place = out / "runs" / str(number)
-        runner.run(_short(cfg, setting, graph, cluster, place), recipe, observe=observed)
+        own = place / str(number)
+        try:
+            runner.run(_short(cfg, setting, graph, cluster, own), recipe, observe=observed, quiet=True)
+        except BaseException:
+            lines.breaks()
+            raise
         if not number:
             flow.read(observed)
         samples += flow.samples(observed, setting)
-        steps += step_times(place, setting)
-        first = (time.monotonic() - began) / (number + 1)
+        mine = step_times(own, setting)
+        steps += mine
+        lines.ends(number, setting, [step.seconds for step in mine])
+        part = flow.part(setting.devices)
+        if setting.portion is not None and setting.portion > part and not told:
+            told = True
+            on = counted(setting.devices, "device")
+            print(
+                f"--portions {setting.portion}: on {on} a rank's part of a step is at most {part} items; some ranks "
+                "take more than their part and leave others without",
+                file=sys.stderr,
+            )
     profile = Profile(graph.fingerprint(), hardware(), tuple(samples), tuple(steps))
     return profile, flow.problem(max(devices))
+
+
+def _free(out: Path) -> Path:
+    """A folder for the short runs that has none of an earlier profile."""
+    names = ("runs" if number == 1 else f"runs-{number}" for number in count(1))
+    return next(place for place in (out / name for name in names) if not place.exists())
+
+
+class _Lines:
+    """One line on stderr for each short run: what it is, seconds of a step, the time that the others will take. On a
+    terminal it stands there while the run goes on."""
+
+    def __init__(self, runs: int) -> None:
+        self.runs = runs
+        self.began = time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def begin(self, cfg: Config, out: Path) -> None:
+        few = WARM_UP_STEPS + cfg.profile.steps
+        steps = f"{few} to {WARM_UP_STEPS + 2 * cfg.profile.steps}"
+        then = ""
+        if cfg.plan in ("auto", HYBRID):
+            then = f", then the plan; to keep it for other runs: plan={out / 'plan.yaml'}"
+        print(f"profile: {counted(self.runs, 'short run')} of {steps} steps{then}", file=sys.stderr)
+
+    def what(self, number: int, setting: Setting) -> str:
+        portion = "everything at once" if setting.portion is None else f"portions of {setting.portion}"
+        portion = "a quarter at once" if setting.small else portion
+        return f"profile: run {number + 1} of {self.runs}: {counted(setting.devices, 'device')}, {portion}"
+
+    def starts(self, number: int, setting: Setting) -> None:
+        if self.live:
+            print(f"{self.what(number, setting)} …", end="\r", file=sys.stderr, flush=True)
+
+    def breaks(self) -> None:
+        """What comes next has a line of its own."""
+        if self.live:
+            print(file=sys.stderr)
+
+    def ends(self, number: int, setting: Setting, seconds: Sequence[float]) -> None:
+        step = f": {float(np.mean(seconds)):.3g} s/step" if seconds else ""
+        rest = self.runs - number - 1
+        left = f", about {(time.monotonic() - self.began) / (number + 1) * rest:.0f} s left" if rest else ""
+        print(f"{self.what(number, setting)}{step}{left}{'  ' * self.live}", file=sys.stderr)
 
 
 def counts(asked: Sequence[int] | None, cluster: ClusterInfo) -> list[int]:
@@ -361,13 +426,19 @@ class Flow:
 
     def quarter(self, devices: int) -> dict[str, int]:
         """By stage: a quarter of what a rank (a collective group) takes of a step."""
+        return {name: max(1, math.ceil(own / PARTS - 1e-9)) for name, own in self._parts(devices).items()}
+
+    def part(self, devices: int) -> int:
+        """The largest fair part of a step that a rank (a collective group) has, in items of its own."""
+        return math.ceil(max(self._parts(devices).values(), default=0.0))
+
+    def _parts(self, devices: int) -> dict[str, float]:
         found = {}
         for name, each in self.per_item.items():
             stage = self.graph.stages[name]
             ranks = stage.ranks_fixed or (devices if stage.device else self.cpu.get(name, 1))
             if stage.barrier != "batch":
-                own = self.fed * each / (1 if stage.collective else ranks)
-                found[name] = max(1, math.ceil(own / PARTS - 1e-9))
+                found[name] = self.fed * each / (1 if stage.collective else ranks)
         return found
 
     def samples(self, observed: Observed, setting: Setting) -> list[ProfileSample]:
