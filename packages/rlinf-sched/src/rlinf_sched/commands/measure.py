@@ -152,8 +152,8 @@ def measure(
     fixed = [name for name in cfg.placement if name in graph.stages and graph.stages[name].device]
     if fixed:
         raise SchedError(
-            f"placement.{fixed[0]}: where stages on devices run is what is being planned; leave it out, or write it into "
-            "a plan file"
+            f"placement.{fixed[0]}: where stages on devices run is what is being planned; leave it out, or write it "
+            "into a plan file"
         )
     with connect(cfg.cluster, f"{recipe}/profile") as cluster:  # one Ray for all the short runs
         return _measured(cfg, recipe, graph, cluster.info, counts(devices, cluster.info), portions, out)
