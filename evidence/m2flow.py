@@ -131,7 +131,7 @@ class Experiment:
     def _predict(self, file: Path, devices: int) -> float:
         more = ["--devices", str(devices)] if devices != self.workload.devices else []
         said = self._rlinf("simulate", *self._profiled(), "--plan", str(file), *more)
-        found = re.search(r": ([0-9.e+-]+) s$", said.splitlines()[0])
+        found = re.search(r": ([0-9.e+-]+) s( \(|$)", said.splitlines()[0])
         if found is None:
             raise RuntimeError(f"rlinf simulate does not say the seconds:\n{said}")
         return float(found[1])
