@@ -47,7 +47,7 @@ class DeviceMemory:
 
     def in_use(self) -> int:
         cuda = _cuda()
-        return int(cuda.memory_allocated()) if cuda is not None else _status("RssAnon")
+        return int(cuda.memory_allocated()) if cuda is not None else _status("RssAnon")[0]
 
     def capacity(self) -> int:
         """Bytes of the smallest of its accelerators; 0 on a CPU slot."""
@@ -70,9 +70,9 @@ class DeviceMemory:
         cuda = _cuda()
         if cuda is not None:
             return int(cuda.max_memory_allocated())
-        highest = _status("VmHWM")
+        highest, files, shared = _status("VmHWM", "RssFile", "RssShmem")
         if highest:
-            return max(0, highest - _status("RssFile") - _status("RssShmem"))
+            return max(0, highest - files - shared)
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -82,12 +82,13 @@ def _cuda() -> Any:
     return cuda if cuda is not None and cuda.is_available() and cuda.is_initialized() else None
 
 
-def _status(key: str) -> int:
-    """A line of /proc/self/status, in bytes; 0 where there is none."""
-    if not os.path.exists("/proc/self/status"):
-        return 0
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
+def _status(*keys: str) -> list[int]:
+    """Lines of /proc/self/status, in bytes; 0 where there is none."""
+    found: dict[str, int] = {}
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status") as file:
+            for line in file:
+                key, _, rest = line.partition(":")
+                if key in keys:
+                    found[key] = int(rest.split()[0]) * 1024
+    return [found.get(key, 0) for key in keys]

@@ -113,7 +113,7 @@ class LiveStep(Step):
             barrier = cast(ev.Barrier, stage.barrier)
             # A replica that computes together adds its portions up: their order must not depend on timing.
             ordered = stage.collective and barrier == "group"
-            eager = name in self._traced.cyclic()
+            eager = name in self._live.cyclic[phase]
             events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered, eager))
         for index in self._traced.writers(name):
             for member in self._runtime.members(self._traced.calls[index].group):
@@ -347,6 +347,7 @@ class LiveFlow(Flow):
         self.max_bytes = max_bytes
         self.version = 0
         self._graph = graph
+        self.cyclic = {name: phase.cyclic() for name, phase in graph.phases.items()}
         self._traced_groups = groups
         self.listener = listener
         self._next_index: dict[str, int] = {}
