@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rlinf_core.board import ANY, FULL, PLAN, Board, Item, describe_lost
 from rlinf_core.board import events as ev
-from rlinf_core.board.queue import Entry, fair_parts
+from rlinf_core.board.entries import Entry
+from rlinf_core.board.portions import fair_parts
 from rlinf_core.errors import ChannelError
 
 C = "train/0:c"

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rlinf_core.board import ANY, Board, Item
 from rlinf_core.board import events as ev
+from rlinf_core.board.dealing import DealtQueue
+from rlinf_core.board.entries import DRAINED
+from rlinf_core.board.queue import ReaderQueue
 
 C = "s:c"
 WRITERS = ("w[0]#0", "w[1]#0", "driver#feed0")
@@ -21,18 +32,21 @@ KEYS = (None, "x", "y")
 
 
 class Model(RuleBasedStateMachine):
-    """Group ``a`` (2 ranks) takes items by any key, portion or weight; ``b`` (2 ranks) is collective."""
+    """Group ``a`` (2 ranks) takes items by any key, portion or weight; ``b`` (2 ranks) is collective; ``c`` (3 ranks)
+    is dealt what comes."""
 
     @initialize(
         max_items=st.integers(0, 4),
         max_bytes=st.sampled_from([0, 10]),
         with_b=st.booleans(),
         portion=st.integers(1, 5),
+        deal=st.sampled_from([None, "round_robin", "weight"]),
     )
-    def open(self, max_items: int, max_bytes: int, with_b: bool, portion: int) -> None:
+    def open(self, max_items: int, max_bytes: int, with_b: bool, portion: int, deal: Any) -> None:
         self.board = Board()
         self.max_items, self.max_bytes, self.portion = max_items, max_bytes, portion
-        self.groups = ("a", "b") if with_b else ("a",)
+        self.groups = ("a", *(["b"] if with_b else []), *(["c"] if deal else []))
+        self.deal = deal
         self.open_writers = set(WRITERS)
         self.count = 0
         self.line: list[Item] = []  # every item of every put that was not refused, in order
@@ -47,6 +61,8 @@ class Model(RuleBasedStateMachine):
         self.feed(ev.AddReader(C, "a", ranks=2))
         if with_b:
             self.feed(ev.AddReader(C, "b", ranks=2, collective=True, portion=portion))
+        if deal:
+            self.feed(ev.AddReader(C, "c", ranks=3, portion=portion, deal=deal))
         for writer in WRITERS:
             self.feed(ev.AddWriter(C, writer))
         self.feed(ev.SealWriters(C))
@@ -103,12 +119,43 @@ class Model(RuleBasedStateMachine):
                 assert len(items) == asked.n
             if asked.mode == "items":
                 assert len(items) <= (asked.n or 1)
+        elif asked.group == "c":
+            self.check_share(asked, items)
         else:
             self.by_rank[asked.rank].append(items)
         self.handed[asked.group].extend(items)
         self.unfetched.extend((item.uid, asked.group) for item in items)
 
+    def share(self, rank: int) -> list[Item]:
+        """What was dealt to a rank of ``c``, of all that came or waits for credit."""
+        loads = [(0.0, 0, r) for r in range(3)]
+        mine: list[Item] = []
+        for i, item in enumerate(self.line):
+            to = i % 3 if self.deal == "round_robin" else min(loads)[2]
+            load, count, _ = loads[to]
+            loads[to] = (load + item.weight, count + 1, to)
+            if to == rank:
+                mine.append(item)
+        return mine
+
+    def own(self, asked: ev.Get) -> list[Item]:
+        """What is left for a request of ``c``: of the key, or of the rank's share."""
+        left = {item.descriptor for item in self.left("c")}
+        found = self.share(asked.rank) if asked.key is ANY else [i for i in self.line if i.key == asked.key]
+        return [item for item in found if item.descriptor in left]
+
+    def check_share(self, asked: ev.Get, items: tuple[Item, ...]) -> None:
+        own, got = [i.descriptor for i in self.own(asked)], [i.descriptor for i in items]
+        assert got and got == own[: len(got)], "not the head of its share"
+        if asked.mode == "portion" and asked.n is not None and self.open_writers:
+            assert len(got) == (self.portion if asked.n == ev.PLAN else asked.n)
+        if asked.mode == "weight" and len(items) > 1:
+            assert sum(i.weight for i in items) <= asked.weight
+
     def drained(self, asked: ev.Get) -> None:
+        if asked.group == "c":
+            assert not self.own(asked), "an end before its share was read"
+            return
         if asked.group == "a":
             assert not [i for i in self.left("a") if asked.key is ANY or i.key == asked.key], (
                 "an end before all was read"
@@ -169,6 +216,19 @@ class Model(RuleBasedStateMachine):
     def get_shard(self, rank: int) -> None:
         if not any(isinstance(w, ev.Get) and w.group == "b" and w.rank == rank for w in self.waiting.values()):
             self.ask(ev.Get(self.next(), C, "b", rank, ANY, "portion", ev.PLAN))
+
+    @precondition(lambda self: "c" in self.groups)
+    @rule(
+        rank=st.integers(0, 2),
+        key=st.sampled_from([ANY, ANY, ANY, "x"]),
+        mode=st.sampled_from(["items", "portion", "weight"]),
+        n=st.sampled_from([1, 2, 3, ev.PLAN, None]),
+        nowait=st.booleans(),
+    )
+    def get_own(self, rank: int, key: Any, mode: Any, n: int | None, nowait: bool) -> None:
+        if mode == "items" and n not in (1, 2, 3):
+            n = 1
+        self.ask(ev.Get(self.next(), C, "c", rank, key, mode, n, 5.0, nowait))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -241,18 +301,29 @@ class Model(RuleBasedStateMachine):
                 dealt = self.dealt() * self.portion
                 assert len(there) - dealt < self.portion, "a portion is there and not dealt"
                 continue
+            if asked.group == "c":
+                queue = [i for i in self.own(asked) if i.descriptor in there]
+                assert self.board.ready(C, "c", asked.rank) == bool(
+                    [i for i in self.own(ev.Get(0, C, "c", asked.rank)) if i.descriptor in there]
+                )
             queue = [i for i in queue if asked.key is ANY or i.key == asked.key]
             if asked.mode == "items":
                 assert not queue
             elif asked.mode == "portion":
-                assert asked.n is None or len(queue) < asked.n
+                assert asked.n is None or len(queue) < (self.portion if asked.n == ev.PLAN else asked.n)
             else:
                 assert sum(i.weight for i in queue) < asked.weight
         if self.pending() and self.board.stats(C)["items"]:
             busy = [g for g in self.groups if [i for i in self.left(g) if i.descriptor in there]]
             hungry = {w.group for w in self.waiting.values() if isinstance(w, ev.Get)}
-            stuck = "a" in busy and set(busy) <= hungry and "b" not in busy
+            asking = {w.rank for w in self.waiting.values() if isinstance(w, ev.Get) and w.group == "c"}
+            at_work = [r for r in range(3) if r not in asking and self.kept(r, there)] if "c" in busy else []
+            stuck = busy and set(busy) <= hungry and "b" not in busy and not at_work
             assert not stuck, "writer and reader wait for each other"
+
+    def kept(self, rank: int, there: set[Any]) -> bool:
+        """Whether items wait in the share of a rank of ``c``."""
+        return any(i.descriptor in there for i in self.own(ev.Get(0, C, "c", rank)))
 
     def teardown(self) -> None:
         """Close and drain: then everything was read once by each group, and released."""
@@ -261,7 +332,7 @@ class Model(RuleBasedStateMachine):
         for writer in sorted(self.open_writers):
             self.open_writers.remove(writer)
             self.feed(ev.CloseWriter(C, writer))
-        everybody = {(group, rank) for group in self.groups for rank in (0, 1)}
+        everybody = {(group, rank) for group in self.groups for rank in range(3 if group == "c" else 2)}
         for _ in range(4 * len(self.line) + 8):
             for group, rank in sorted(everybody - self.ended):
                 if not any(isinstance(w, ev.Get) and (w.group, w.rank) == (group, rank) for w in self.waiting.values()):
@@ -281,6 +352,25 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("broken", ["another rank's items", "an early end", "a wrong rule", "not ready"])
+def test_the_model_sees_wrong_dealing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls."""
+    if broken == "another rank's items":
+        monkeypatch.setattr(DealtQueue, "_uids", ReaderQueue._uids)
+    elif broken == "an early end":
+        monkeypatch.setattr(
+            DealtQueue, "take", lambda self, want: (self.ended and DRAINED) or ReaderQueue.take(self, want)
+        )
+    elif broken == "a wrong rule":
+        monkeypatch.setattr(DealtQueue, "_next_rank", lambda self, weight: 0)
+    else:
+        monkeypatch.setattr(DealtQueue, "ready", ReaderQueue.ready)
+    # Found is enough: a failure is not made smaller.
+    quick = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Model, settings=quick)
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from rlinf_core.cli import doctor, machine
 from rlinf_core.cli.machine import GIB, Machine
 from rlinf_core.cli.main import main
 from rlinf_core.config import sources
+from rlinf_core.errors import RLinfError
 from rlinf_core.registry import Entry
 
 HEALTHY = Machine(
@@ -92,6 +95,44 @@ def test_the_report_names_what_is_broken(monkeypatch: pytest.MonkeyPatch, capsys
     out = capsys.readouterr().out
     assert "reward 'own' is claimed by dist-one 1.0 and dist-two 2.0" in out
     assert "dist-sick 1.0: no_such_conf cannot be imported" in out
+
+
+def good_section(ask: doctor.Ask) -> list[str]:
+    return [f"measured anew: {ask.measure}"]
+
+
+def bad_section(ask: doctor.Ask) -> list[str]:
+    raise OSError("no such thing")
+
+
+def test_packages_add_sections_and_a_failing_one_is_broken_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins = types.ModuleType("plugins_of_the_doctor")
+    plugins.good, plugins.bad = good_section, bad_section  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, plugins.__name__, plugins)
+    entries = [Entry("rlinf.doctor", "fast_links", "plugins_of_the_doctor:good", "dist-one", "1.0")]
+    monkeypatch.setattr(registry, "installed_entries", lambda: tuple(entries))
+    monkeypatch.setattr(sources, "installed_entries", lambda: tuple(entries))
+    monkeypatch.setattr(sources, "_loaded", {})
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: HEALTHY)
+    assert main(["doctor", "--measure"]) == 0
+    assert "Fast links\n  measured anew: True" in capsys.readouterr().out
+    entries += [
+        Entry("rlinf.doctor", "sick", "plugins_of_the_doctor:bad", "dist-two", "2.0"),
+        Entry("rlinf.doctor", "absent", "no_such_plugins:lines", "dist-three", "3.0"),
+    ]
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "Fast links\n  measured anew: False" in out
+    assert "the section 'sick' of dist-two 2.0 failed: OSError: no such thing" in out
+    assert "of dist-three 3.0 cannot be imported" in out
+
+
+def test_asking_a_cluster_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "inspect_machine", lambda: HEALTHY)
+    with pytest.raises(RLinfError, match="no Ray cluster is up"):
+        doctor.command(["--cluster"])
 
 
 def test_this_machine_can_be_inspected() -> None:

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from rlinf_core.board import events as ev
+from rlinf_core.board.dealing import DealtQueue, cannot_deal
+from rlinf_core.board.entries import DRAINED, Want
+from rlinf_core.board.queue import ReaderQueue
 from rlinf_core.devicelock import DeviceLock
 from rlinf_core.graph import CallSpec, FlowGraph, PhaseGraph, StageSpec
 from rlinf_core.hub.core import HubCore
@@ -54,6 +57,8 @@ class Flow:
     inputs: dict[str, tuple[str, ...]]
     limit: int
     gets_inside: frozenset[str]
+    deals: dict[tuple[str, str], str]
+    """How a channel is dealt to a group that reads it; shared where it is not said."""
 
 
 def random_flow(rng: random.Random) -> Flow:
@@ -97,7 +102,13 @@ def random_flow(rng: random.Random) -> Flow:
     }
     plan = FlatPlan(groups, portion, frozenset(spills(graph, groups, alternating)), alternating)
     inside = frozenset(n for n in names if groups[n].devices and rng.random() < 0.3)
-    return Flow(graph, plan, inputs, rng.choice([1, 2, 4, 100]), inside)
+    deals = {
+        (channel, name): rng.choice(["round_robin", "weight"])
+        for name, channels in inputs.items()
+        for channel in channels[:1]
+        if rng.random() < 0.5 and not cannot_deal("weight", stages[name].collective, stages[name].barrier)
+    }
+    return Flow(graph, plan, inputs, rng.choice([1, 2, 4, 100]), inside, deals)
 
 
 @dataclass
@@ -160,9 +171,11 @@ class World:
                 stage, ranks = flow.graph.stages[name], len(groups[name].processes)
                 portion = flow.plan.portion_for("p", channel, name)
                 ordered = stage.collective and stage.barrier == "group"
+                deal: Any = flow.deals.get((channel, name), "shared")
+                barrier: Any = stage.barrier
                 self.send(
                     DRIVER,
-                    ev.AddReader(full, name, ranks, stage.collective, stage.barrier, portion, ordered),  # type: ignore[arg-type]
+                    ev.AddReader(full, name, ranks, stage.collective, barrier, portion, ordered, deal=deal),
                 )
             for index in phase.writers(channel):
                 for rank in range(len(groups[phase.calls[index].group].processes)):
@@ -419,6 +432,20 @@ def run(seed: int) -> World:
 def test_everything_arrives_once_and_nothing_stands_still(block: int) -> None:
     for seed in range(100 * block, 100 * block + 100):
         assert run(seed).complete(), f"seed {seed}"
+
+
+def test_dealing_is_tried() -> None:
+    """Negative control: ranks that end before their share is read are noticed."""
+
+    def early(queue: DealtQueue, want: Want) -> Any:
+        return DRAINED if queue.ended else ReaderQueue.take(queue, want)
+
+    flows = [random_flow(random.Random(seed)) for seed in range(100)]
+    assert sum(bool(flow.deals) for flow in flows) > 30
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DealtQueue, "take", early)
+        worlds = [World(flow, random.Random(seed)) for seed, flow in enumerate(flows)]
+        assert not all(world.run() and world.complete() for world in worlds)
 
 
 def test_a_death_ends_the_run_by_name() -> None:

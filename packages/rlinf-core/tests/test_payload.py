@@ -89,7 +89,8 @@ def server() -> Iterator[tuple[PayloadStore, PayloadServer]]:
 
 def put(store: PayloadStore, server: PayloadServer, item: object, member: str = "a[0]") -> Descriptor:
     frame = encode(item)
-    return Descriptor(member, server.address, store.add(frame), sum(map(len, frame)))
+    key, ticket = store.add(frame)
+    return Descriptor(member, server.address, key, sum(map(len, frame)), ticket=ticket)
 
 
 def test_items_are_fetched_in_the_order_asked_from_several_producers(
@@ -120,7 +121,7 @@ def test_released_payloads_are_gone_and_named(server: tuple[PayloadStore, Payloa
 
 def test_a_shared_payload_goes_with_its_last_reference() -> None:
     store = PayloadStore()
-    key = store.add(encode("x"), references=2)
+    key, _ = store.add(encode("x"), references=2)
     store.release([key])
     assert store.get(key) is not None
     store.release([key])

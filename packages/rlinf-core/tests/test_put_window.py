@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rlinf_core.board import events as ev
-from rlinf_core.channel import WINDOW_BYTES, WINDOW_PUTS, Clock, Endpoint, Sections, Writer
+from rlinf_core.channel import WINDOW_BYTES, WINDOW_ITEMS, Clock, Endpoint, Sections, Writer
 from rlinf_core.errors import Cancelled, ChannelError, WaitTimeout
+from rlinf_core.hub import client as client_module
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import DRIVER, Blocked, Call, Cancel, ChannelArg, Hello, Offload
 from rlinf_core.hub.server import HubServer
@@ -99,7 +100,8 @@ class Rig:
 
 
 @pytest.fixture(name="rig")
-def _rig() -> Iterator[Rig]:
+def _rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(client_module, "QUICK_S", -1.0)  # each put travels alone, whatever the machine's load
     rig = Rig()
     yield rig
     rig.stop()
@@ -115,22 +117,22 @@ def puts(count: int, size: int = 10, then: Callable[[Writer], Any] | None = None
 
 
 def test_the_writer_goes_on_within_the_window_and_is_no_wait(rig: Rig) -> None:
-    rig.start(puts(1 + WINDOW_PUTS))
+    rig.start(puts(1 + WINDOW_ITEMS))
     assert rig.end() is None
-    rig.until_pending(WINDOW_PUTS)
+    rig.until_pending(WINDOW_ITEMS)
     assert rig.waits() == []
-    assert [rig.get() for _ in range(1 + WINDOW_PUTS)] == list(range(1 + WINDOW_PUTS))
+    assert [rig.get() for _ in range(1 + WINDOW_ITEMS)] == list(range(1 + WINDOW_ITEMS))
     rig.until(lambda core: not core.members["a[0]"].beside)
 
 
 def test_beyond_it_the_writer_waits_and_the_hub_knows(rig: Rig) -> None:
-    rig.start(puts(2 + WINDOW_PUTS))
+    rig.start(puts(2 + WINDOW_ITEMS))
     rig.until_waiting()
     assert rig.waits() == [f"credit to put on channel {CHANNEL!r}"]
     rig.driver.send(Call(1, "a[0]", "task", "work", "x/0"))
     rig.until(lambda core: core.stuck())
     assert not rig.done.is_set()
-    assert [rig.get() for _ in range(2 + WINDOW_PUTS)] == list(range(2 + WINDOW_PUTS))
+    assert [rig.get() for _ in range(2 + WINDOW_ITEMS)] == list(range(2 + WINDOW_ITEMS))
     assert rig.end() is None
     assert rig.waits() == []
 
@@ -157,7 +159,7 @@ def test_close_waits_for_all_that_was_put(rig: Rig) -> None:
 @pytest.mark.parametrize("then", [Writer.close, lambda writer: writer.put("more")])
 def test_a_refused_put_is_raised_at_the_next_chance(rig: Rig, then: Callable[[Writer], Any]) -> None:
     def body(writer: Writer) -> Any:
-        puts(3)(writer)
+        puts(3, size=20_000)(writer)
         for pending, *_ in writer._unanswered:
             rig.client.wait(pending, PATIENCE_S)
         with pytest.raises(ChannelError, match=r"channel 'x/0:c': poisoned: as asked") as first:
@@ -209,14 +211,14 @@ def test_with_a_timeout_a_put_waits_for_its_own_answer(rig: Rig) -> None:
 def test_what_fails_in_a_wait_withdraws_that_put_alone(rig: Rig) -> None:
     def body(writer: Writer) -> None:
         with pytest.raises(RuntimeError, match="as asked"):
-            puts(2 + WINDOW_PUTS)(writer)
+            puts(2 + WINDOW_ITEMS)(writer)
         writer.close()
 
     rig.start(body)
     rig.until_waiting()
     rig.say(Offload())
-    rig.until(lambda core: core.board.stats(CHANNEL)["pending"] == WINDOW_PUTS)
-    assert [rig.get() for _ in range(1 + WINDOW_PUTS)] == [0, *range(2, 2 + WINDOW_PUTS)], "the oldest was withdrawn"
+    rig.until(lambda core: core.board.stats(CHANNEL)["pending"] == WINDOW_ITEMS)
+    assert [rig.get() for _ in range(1 + WINDOW_ITEMS)] == [0, *range(2, 2 + WINDOW_ITEMS)], "the oldest was withdrawn"
     assert rig.end() is None, rig.ends
 
 

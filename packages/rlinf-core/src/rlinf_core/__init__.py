@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlinf_core.channel import join
     from rlinf_core.config import Config, compose, recipe
     from rlinf_core.errors import RLinfError
     from rlinf_core.flow import Flow
+    from rlinf_core.reader import join
     from rlinf_core.registry import Registry
     from rlinf_core.types import (
         Env,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlinf_core.worker import In, Out, Worker, task
 
 _HOME = {
-    "join": "channel",
+    "join": "reader",
     "Config": "config",
     "compose": "config",
     "recipe": "config",

@@ -1,7 +1,8 @@
-"""A task's ends of a channel: what ``In`` and ``Out`` parameters are bound to in a worker process.
+"""What a task's ends of a channel have in common, how they wait, and the writing end (``Out``).
 
-The state of a channel lives in the hub (``rlinf_core.board``); these objects turn calls into its events, move
-payloads through ``rlinf_core.payload`` and wait. Waiting is counted, so that a task's own time is known.
+The state of a channel lives in the hub (``rlinf_core.board``); the ends turn calls into its events, move payloads
+through ``rlinf_core.payload`` and wait. Waiting is counted, so that a task's own time is known. The reading end is
+``rlinf_core.reader``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,17 +20,15 @@ from rlinf_core.board import events as ev
 from rlinf_core.callstats import Releases
 from rlinf_core.errors import (
     ChannelClosed,
-    ChannelEmpty,
     ChannelError,
     ChannelFull,
-    ChannelPoisoned,
-    EndOfChannel,
     WaitTimeout,
 )
 from rlinf_core.hub.client import HubClient, Pending
-from rlinf_core.hub.messages import DRIVER, Accepted, AtSafePoint, Blocked, ChannelArg
-from rlinf_core.payload import Descriptor, Frame, PayloadFetcher, PayloadStore, encode
-from rlinf_core.worker import In, Out
+from rlinf_core.hub.messages import DRIVER, Accepted, Blocked, ChannelArg
+from rlinf_core.payload import INLINE_BYTES, Descriptor, Frame, PayloadFetcher, PayloadStore, encode
+from rlinf_core.reserve import Reserves
+from rlinf_core.worker import Out
 
 
 @dataclass
@@ -116,15 +115,16 @@ class Endpoint:
     rank: int
     clock: Clock
     sections: Sections
+    reserves: Reserves = field(default_factory=Reserves)
 
 
-def _message(channel: str, cause: str) -> str:
+def message_of(channel: str, cause: str) -> str:
     return f"channel {channel!r}: {cause}"
 
 
-WINDOW_PUTS = 8
-WINDOW_BYTES = 1 << 20
-"""A task goes on while no more puts than this on a channel, and no more bytes, are unanswered."""
+WINDOW_ITEMS = 64
+WINDOW_BYTES = 16 << 20
+"""A task goes on while no more items than this that it put on a channel, and no more bytes, are unanswered."""
 
 
 class Writer(Out[Any]):
@@ -139,59 +139,70 @@ class Writer(Out[Any]):
         self.name = arg.channel
         self._endpoint = endpoint
         self._writer = arg.writer
+        self._sole = arg.sole
         self._closed = False
-        self._unanswered: deque[tuple[Pending, tuple[ev.Item, ...], int]] = deque()
-        self._unanswered_bytes = 0
+        self._unanswered: deque[tuple[Pending, list[ev.Item]]] = deque()
+        self._unanswered_items = self._unanswered_bytes = 0
 
-    def _item(self, frame: Frame, references: int, item: Any, key: Hashable, weight: float) -> ev.Item:
+    def _descriptors(self, frame: Frame, keys: int) -> list[Descriptor]:
+        """Where the payload of an item lies, for each of the keys it is put under."""
         e = self._endpoint
-        nbytes = sum(len(b) for b in frame)
-        stored = e.store.add(frame, references)
-        ids = getattr(item, "account_ids", None)
-        group = getattr(item, "group", None)
-        return ev.Item(
-            descriptor=Descriptor(e.client.member, e.address, stored, nbytes),
-            key=key,
-            weight=float(weight),
-            nbytes=nbytes,
-            ids=tuple(ids()) if callable(ids) else (),
-            group=group if isinstance(group, str) else None,
-            group_size=int(getattr(item, "group_size", 1)),
+        member, nbytes = e.client.member, sum(len(b) for b in frame)
+        if len(frame) == 1 and nbytes <= INLINE_BYTES:
+            return [Descriptor(member, e.address, -1, nbytes, bytes(frame[0]))] * keys
+        stored, ticket = e.store.add(frame, keys, keys if self._sole else 0)
+        # Who is alone with an item may have the producer's own memory; several groups would see each other's changes.
+        holders = range(keys) if self._sole else [-1] * keys
+        return [Descriptor(member, e.address, stored, nbytes, None, ticket, holder) for holder in holders]
+
+    def _send(self, items: tuple[ev.Item, ...], nowait: bool) -> Pending:
+        return self._endpoint.client.request(
+            lambda req: ev.Put(req, self._writer, self.name, items, nowait), f"credit to put on channel {self.name!r}"
         )
 
-    def _send(self, items: tuple[ev.Item, ...], nowait: bool, ahead: bool = False) -> Pending:
-        return self._endpoint.client.request(
-            lambda req: ev.Put(req, self._writer, self.name, items, nowait, ahead),
+    def _send_ahead(self, items: tuple[ev.Item, ...]) -> None:
+        pending = self._endpoint.client.put_ahead(
+            self,
+            items,
+            lambda req, together: ev.Put(req, self._writer, self.name, together, ahead=True),
             f"credit to put on channel {self.name!r}",
-            ahead=ahead,
         )
+        if self._unanswered and self._unanswered[-1][0] is pending:
+            self._unanswered[-1][1].extend(items)
+        else:
+            self._unanswered.append((pending, list(items)))
+        self._unanswered_items += len(items)
+        self._unanswered_bytes += sum(item.nbytes for item in items)
 
     def _prepare(self, item: Any, keys: tuple[Hashable, ...], weight: float) -> tuple[ev.Item, ...]:
         if self._closed:
-            raise ChannelClosed(_message(self.name, "put after this task closed it"))
+            raise ChannelClosed(message_of(self.name, "put after this task closed it"))
         if self._unanswered and self._endpoint.client.on_engine_thread():
-            self._settle(WINDOW_PUTS, WINDOW_BYTES)  # what was refused is said before more is sent
+            self._settle(WINDOW_ITEMS, WINDOW_BYTES)  # what was refused is said before more is sent
         if not weight >= 0:
-            raise ChannelError(_message(self.name, f"weight must be a number >= 0, got {weight!r}"))
+            raise ChannelError(message_of(self.name, f"weight must be a number >= 0, got {weight!r}"))
         for key in keys:
             hash(key)
-        frame = encode(item)
-        first = self._item(frame, len(keys), item, keys[0], weight)
-        rest = (
-            ev.Item(first.descriptor, k, first.weight, first.nbytes, first.ids, first.group, first.group_size)
-            for k in keys[1:]
+        ids = getattr(item, "account_ids", None)
+        counted = tuple(ids()) if callable(ids) else ()
+        group = getattr(item, "group", None)
+        group = group if isinstance(group, str) else None
+        size = int(getattr(item, "group_size", 1))
+        weight = float(weight)
+        return tuple(
+            ev.Item(descriptor, key, weight, descriptor.nbytes, counted, group, size)
+            for key, descriptor in zip(keys, self._descriptors(encode(item), len(keys)), strict=True)
         )
-        return (first, *rest)
 
-    def _answer(self, answer: Any, items: tuple[ev.Item, ...]) -> None:
+    def _answer(self, answer: Any, items: Sequence[ev.Item]) -> None:
         if isinstance(answer, ev.PutDone | Accepted):
             return
         self._endpoint.store.release([i.descriptor.key for i in items])  # type: ignore[attr-defined]
         if isinstance(answer, ev.PutRefused):
             if answer.reason == "full":
-                raise ChannelFull(_message(self.name, "no credit now"))
-            raise ChannelError(_message(self.name, answer.reason))
-        raise ChannelError(_message(self.name, f"unexpected answer {answer!r}"))
+                raise ChannelFull(message_of(self.name, "no credit now"))
+            raise ChannelError(message_of(self.name, answer.reason))
+        raise ChannelError(message_of(self.name, f"unexpected answer {answer!r}"))
 
     def put(self, item: Any, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
         self._put(self._prepare(item, (key,), weight), timeout)
@@ -200,29 +211,27 @@ class Writer(Out[Any]):
         e = self._endpoint
         with e.clock.counting("wait"):
             if timeout is None and e.client.member != DRIVER and e.client.on_engine_thread():
-                pending = self._send(items, nowait=False, ahead=True)
-                size = sum(item.nbytes for item in items)
-                self._unanswered.append((pending, items, size))
-                self._unanswered_bytes += size
-                self._settle(WINDOW_PUTS, WINDOW_BYTES)
+                self._send_ahead(items)
+                self._settle(WINDOW_ITEMS, WINDOW_BYTES)
                 e.client.serve(aside=not e.sections.inside())  # as a wait would have done
             else:
                 pending = self._send(items, nowait=False)
-                self._answer(_wait(e, pending, timeout), items)
+                self._answer(wait(e, pending, timeout), items)
         self._note(items)
 
-    def _settle(self, puts: int, size: int) -> None:
-        """Look at the answers that have come, and wait until at most ``puts`` puts and ``size`` bytes have none."""
+    def _settle(self, count: int, size: int) -> None:
+        """Look at the answers that have come, and wait until at most ``count`` items and ``size`` bytes have none."""
         client = self._endpoint.client
         while self._unanswered:
-            pending, items, its_size = self._unanswered[0]
-            if not pending.done and len(self._unanswered) <= puts and self._unanswered_bytes <= size:
+            pending, items = self._unanswered[0]
+            if not pending.done and self._unanswered_items <= count and self._unanswered_bytes <= size:
                 return
             self._unanswered.popleft()
-            self._unanswered_bytes -= its_size
+            self._unanswered_items -= len(items)
+            self._unanswered_bytes -= sum(item.nbytes for item in items)
             if not pending.done:
                 client.send(Blocked(pending.req))
-            self._answer(_wait(self._endpoint, pending, None), items)
+            self._answer(wait(self._endpoint, pending, None), items)
 
     def _note(self, items: tuple[ev.Item, ...]) -> None:
         clock = self._endpoint.clock
@@ -245,7 +254,7 @@ class Writer(Out[Any]):
 
     async def put_async(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
-        self._answer(await _awaited(self._endpoint, self._send(items, nowait=False)), items)
+        self._answer(await awaited(self._endpoint, self._send(items, nowait=False)), items)
         self._note(items)
 
     def broadcast(self, item: Any, keys: Iterable[Hashable]) -> None:
@@ -261,178 +270,7 @@ class Writer(Out[Any]):
             self._endpoint.client.send(ev.CloseWriter(channel=self.name, writer=self._writer))
 
 
-class Reader(In[Any]):
-    """A bound ``In``."""
-
-    def __init__(self, endpoint: Endpoint, arg: ChannelArg) -> None:
-        self.name = arg.channel
-        self._portion = arg.portion
-        self._endpoint = endpoint
-
-    @property
-    def portion(self) -> int | None:
-        return self._portion
-
-    def _send(self, key: Any, mode: ev.Mode, n: int | None, weight: float, nowait: bool) -> Pending:
-        e = self._endpoint
-
-        def event(req: tuple[str, int]) -> Any:
-            get = ev.Get(
-                req=req,
-                channel=self.name,
-                group=e.group,
-                rank=e.rank,
-                key=key,
-                mode=mode,
-                n=n,
-                weight=weight,
-                nowait=nowait,
-            )
-            return AtSafePoint(get) if e.sections.yields() else get
-
-        return e.client.request(event, f"an item of channel {self.name!r}")
-
-    def _answer(self, answer: Any) -> list[Any]:
-        if isinstance(answer, ev.Deliver):
-            return self._fetch([item.descriptor for item in answer.items], [item.uid for item in answer.items])
-        if isinstance(answer, ev.DeliverJoined):
-            flat = [item for pair in answer.pairs for item in pair]
-            values = self._fetch([i.descriptor for i in flat], [i.uid for i in flat])
-            return [(values[k], values[k + 1]) for k in range(0, len(values), 2)]
-        if isinstance(answer, ev.End):
-            raise EndOfChannel(_message(self.name, "ended"))
-        if isinstance(answer, ev.Poisoned):
-            poisoned = ChannelPoisoned(_message(self.name, answer.cause))
-            poisoned.by_hub = True
-            raise poisoned
-        if isinstance(answer, ev.Empty):
-            raise ChannelEmpty(_message(self.name, "nothing to take now"))
-        if isinstance(answer, ev.PutRefused):
-            raise ChannelError(_message(self.name, answer.reason))
-        raise ChannelError(_message(self.name, f"unexpected answer {answer!r}"))
-
-    def _fetch(self, descriptors: list[Any], uids: list[int]) -> list[Any]:
-        if not descriptors:
-            return []
-        values = self._endpoint.fetcher.fetch(descriptors)
-        self._endpoint.clock.items += len(values)
-        self._endpoint.client.send_along(ev.Fetched(uids=tuple(uids), group=self._endpoint.group))
-        return values
-
-    def _take(
-        self,
-        key: Any,
-        mode: ev.Mode,
-        n: int | None = 1,
-        weight: float = 0.0,
-        timeout: float | None = None,
-        nowait: bool = False,
-    ) -> list[Any]:
-        with self._endpoint.clock.counting("wait"):
-            pending = self._send(key, mode, n, weight, nowait)
-            return self._answer(_wait(self._endpoint, pending, timeout))
-
-    def get(self, key: Any = ..., timeout: float | None = None) -> Any:
-        return self._take(_key(key), "items", timeout=timeout)[0]
-
-    def get_nowait(self, key: Any = ...) -> Any:
-        return self._take(_key(key), "items", nowait=True)[0]
-
-    async def get_async(self, key: Any = ..., timeout: float | None = None) -> Any:
-        pending = self._send(_key(key), "items", 1, 0.0, False)
-        answer = await asyncio.wait_for(_awaited(self._endpoint, pending), timeout)
-        return (await asyncio.get_running_loop().run_in_executor(None, self._answer, answer))[0]
-
-    def get_batch(self, weight: float, timeout: float | None = None) -> list[Any]:
-        if not weight > 0:
-            raise ChannelError(_message(self.name, f"get_batch needs a weight > 0, got {weight!r}"))
-        return self._take(ev.ANY, "weight", weight=weight, timeout=timeout)
-
-    def batches(self, n: int | None = None) -> Iterator[list[Any]]:
-        if n is not None and n < 1:
-            raise ChannelError(_message(self.name, f"batches() needs n >= 1, got {n}"))
-        return self._until_end(lambda: self._take(ev.ANY, "portion", n=ev.PLAN if n is None else n))
-
-    @staticmethod
-    def _until_end(take: Callable[[], list[Any]]) -> Iterator[list[Any]]:
-        while True:
-            try:
-                portion = take()
-            except EndOfChannel:
-                return
-            yield portion
-
-    def __iter__(self) -> Iterator[Any]:
-        for (item,) in self._until_end(lambda: self._take(ev.ANY, "items")):
-            yield item
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while True:
-            try:
-                item = await self.get_async()
-            except EndOfChannel:
-                return
-            yield item
-
-
-class Joined:
-    """Matched items of two channels: iterate for single pairs, or ``batches()`` for lists of them."""
-
-    def __init__(self, a: Reader, b: Reader, by: ev.JoinBy) -> None:
-        self._a = a
-        self._b = b
-        self._by: ev.JoinBy = by
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        while pairs := self._take("items", 1):
-            yield from pairs
-
-    def batches(self, n: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
-        """Lists of ``n`` pairs (the plan's portion of the first channel by default), as ``In.batches``: the only way
-        for the ranks of a collective group, some of whose lists may be empty."""
-        if n is not None and n < 1:
-            raise ChannelError(f"join(…).batches() needs n >= 1, got {n}")
-        while (pairs := self._take("portion", ev.PLAN if n is None else n)) is not None:
-            yield pairs
-
-    def _take(self, mode: ev.Mode, n: int) -> list[tuple[Any, Any]] | None:
-        """The next pairs; ``None`` at the end."""
-        a, b, e = self._a, self._b, self._a._endpoint
-
-        def event(req: tuple[str, int]) -> Any:
-            pair = ev.JoinReader(req=req, group=e.group, rank=e.rank, a=a.name, b=b.name, by=self._by, mode=mode, n=n)
-            return AtSafePoint(pair) if e.sections.yields() else pair
-
-        with e.clock.counting("wait"):
-            pending = e.client.request(event, f"a matching pair of channels {a.name!r} and {b.name!r}")
-            try:
-                return a._answer(_wait(e, pending, None))
-            except EndOfChannel:
-                return None
-
-
-def join(a: In[Any], b: In[Any], by: ev.JoinBy = "id") -> Joined:
-    """Matched items of two channels as ``(item of a, item of b)``, in the order in which matches complete.
-
-    Matching is by account id (``by="id"``) or by channel key (``by="key"``) and happens in the hub, so several
-    ranks of the reading group share the pairs. What is dropped on one side drops on the other; an item left
-    without partner at the end, with no drop announced, fails the step by name.
-    """
-    if not isinstance(a, Reader) or not isinstance(b, Reader):
-        raise ChannelError("join() takes two channels that the task was given as In[...] parameters")
-    if by not in ("id", "key", "group"):
-        raise ChannelError(f"join() matches by 'id', 'key' or 'group', got {by!r}")
-    return Joined(a, b, by)
-
-
-def _key(key: Any) -> Any:
-    if key is ...:
-        return ev.ANY
-    hash(key)
-    return key
-
-
-def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
+def wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
     client, sections = endpoint.client, endpoint.sections
     try:
         value = client.wait(pending, timeout, aside=not sections.inside())
@@ -454,7 +292,7 @@ def _wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:
     return value
 
 
-async def _awaited(endpoint: Endpoint, pending: Pending) -> Any:
+async def awaited(endpoint: Endpoint, pending: Pending) -> Any:
     client, sections = endpoint.client, endpoint.sections
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()

@@ -7,11 +7,12 @@ same calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlinf_core.deals import deal_text, read_deal
 from rlinf_core.errors import TraceError, nearest
 from rlinf_core.graph import CallSpec, FlowGraph, PhaseGraph, StageSpec
 from rlinf_core.worker import TaskSpec, Worker, task_names, task_spec
@@ -187,11 +188,28 @@ class Step:
         """Open channels of this step; returns one reference, or a list in the order of the names."""
         if not names:
             raise TraceError("step.channels() needs at least one name")
-        for name in names:
-            if not name or not name.replace("_", "a").isalnum():
-                raise TraceError(f"channel name {name!r}: letters, digits and underscores only")
-        refs = [self._open(name) for name in names]
+        refs = [self.channel(name) for name in names]
         return refs[0] if len(refs) == 1 else refs
+
+    def channel(self, name: str, *, deal: str | Mapping[str, str] = "shared") -> ChannelRef:
+        """Open one channel of this step and say how its items get to the ranks of a reading group.
+
+        ``"shared"``: each item to the rank that asks first; it keeps all ranks busy, and which rank gets what depends
+        on timing. ``"round_robin"``: the i-th item to rank i mod n. ``"weight"``: to the rank to which least weight was
+        put so far, by the ``weight`` of ``put`` (round robin when all are 1). The last two are fixed when an item (for
+        ``barrier="group"`` a whole group) comes; a rank then reads its own share, and its end is the end of that. Not
+        for collective groups, which are dealt whole portions, nor for ``barrier="batch"``. A mapping names the reading
+        groups it is for: ``{"reward": "weight"}``. The key ``channels.deals`` of the configuration comes before it.
+        """
+        if not isinstance(name, str) or not name or not name.replace("_", "a").isalnum():
+            raise TraceError(f"channel name {name!r}: letters, digits and underscores only")
+        try:
+            dealt = read_deal(deal)
+        except ValueError as error:
+            raise TraceError(f"step.channel({name!r}, deal=...): {error}") from error
+        if name in self._flow.deals:
+            dealt = dict(self._flow.deals[name])
+        return self._open(name, dealt)
 
     def feed(self, channel: ChannelRef, items: Feed, *, key: Callable[[Any], Any] | None = None) -> None:
         """Put items on a channel from the driver, in the background. ``items`` is an iterable or makes one."""
@@ -209,7 +227,7 @@ class Step:
         """Wait for the step; raises the first real cause of a failure. Returns the step's metrics."""
         raise AssertionError("implemented by the traced and the live step")
 
-    def _open(self, name: str) -> ChannelRef:
+    def _open(self, name: str, deal: Mapping[str, str]) -> ChannelRef:
         raise AssertionError("implemented by the traced and the live step")
 
     def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
@@ -228,9 +246,16 @@ class Step:
 class Flow:
     """What a program gets. ``seed`` and ``run_dir`` are the run's."""
 
-    def __init__(self, seed: int, run_dir: Path) -> None:
+    def __init__(self, seed: int, run_dir: Path, deals: Mapping[str, Any] | None = None) -> None:
+        """``deals``: by channel, how its items are dealt, whatever the program says (``channels.deals``)."""
         self.seed = seed
         self.run_dir = run_dir
+        self.deals: dict[str, dict[str, str]] = {}
+        for channel, deal in (deals or {}).items():
+            try:
+                self.deals[channel] = read_deal(deal)
+            except ValueError as error:
+                raise TraceError(f"channels.deals.{channel}: {error}") from error
         self.groups: dict[str, GroupSpec] = {}
         self._stack: list[Step] = []
 
@@ -293,8 +318,8 @@ class TraceStep(Step):
         super().__init__(flow, phase, 0, total)
         self.record = StepRecord(phase)
 
-    def _open(self, name: str) -> ChannelRef:
-        self.record.open(name)
+    def _open(self, name: str, deal: Mapping[str, str]) -> ChannelRef:
+        self.record.open(name, deal)
         return ChannelRef(name, self.full_name)
 
     def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
@@ -325,19 +350,28 @@ class StepRecord:
     feeds: list[str] = field(default_factory=list)
     calls: list[CallSpec] = field(default_factory=list)
     weights: list[tuple[str, str]] = field(default_factory=list)
+    deals: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, deal: Mapping[str, str]) -> None:
         if name in self.channels:
             raise TraceError(f"phase {self.phase!r}: channel {name!r} is opened twice in one step")
         self.channels.append(name)
+        self.deals.extend((name, group, way) for group, way in deal.items())
 
     def graph(self) -> PhaseGraph:
-        return PhaseGraph(self.phase, tuple(self.channels), tuple(self.feeds), tuple(self.calls), tuple(self.weights))
+        return PhaseGraph(
+            self.phase,
+            tuple(self.channels),
+            tuple(self.feeds),
+            tuple(self.calls),
+            tuple(self.weights),
+            tuple(self.deals),
+        )
 
 
 def differences(traced: PhaseGraph, now: PhaseGraph) -> str:
     """First difference between two recordings of a phase, in words; empty when they are equal."""
-    for what in ("channels", "feeds", "calls", "weights"):
+    for what in ("channels", "deals", "feeds", "calls", "weights"):
         a, b = getattr(traced, what), getattr(now, what)
         for i in range(max(len(a), len(b))):
             old, new = (x[i] if i < len(x) else None for x in (a, b))
@@ -351,6 +385,8 @@ def _words(entry: Any) -> str:
         return "not there"
     if isinstance(entry, CallSpec):
         return f"{entry.group}.{entry.task}({', '.join((*entry.inputs, *entry.outputs))})"
+    if isinstance(entry, tuple) and len(entry) == 3:
+        return f"channel {entry[0]!r} dealt {deal_text({entry[1]: entry[2]})}"
     if isinstance(entry, tuple):
         return f"weights {entry[0]} -> {entry[1]}"
     return repr(entry)
@@ -359,8 +395,8 @@ def _words(entry: Any) -> str:
 class TraceFlow(Flow):
     """Runs the program once, without processes, and keeps what it would do."""
 
-    def __init__(self, seed: int, run_dir: Path) -> None:
-        super().__init__(seed, run_dir)
+    def __init__(self, seed: int, run_dir: Path, deals: Mapping[str, Any] | None = None) -> None:
+        super().__init__(seed, run_dir, deals)
         self._phases: dict[str, PhaseGraph] = {}
 
     def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
@@ -387,13 +423,20 @@ class TraceFlow(Flow):
 
 
 def trace(
-    program: Callable[[Any, Any], Any], cfg: Any, *, seed: int, run_dir: Path
+    program: Callable[[Any, Any], Any], cfg: Any, *, seed: int, run_dir: Path, deals: Mapping[str, Any] | None = None
 ) -> tuple[FlowGraph, dict[str, GroupSpec]]:
-    """Run ``program`` in trace mode; returns its validated graph and the declared groups."""
-    flow = TraceFlow(seed, run_dir)
+    """Run ``program`` in trace mode; returns its validated graph and the declared groups.
+
+    ``deals``: how the items of channels are dealt, by channel, whatever the program says (``channels.deals``).
+    """
+    flow = TraceFlow(seed, run_dir, deals)
     program(flow, cfg)
     graph = flow.graph()
     if not graph.phases:
         raise TraceError("the program makes no step: nothing to run")
+    known = {channel: None for phase in graph.phases.values() for channel in phase.channels}
+    for channel in flow.deals:
+        if channel not in known:
+            raise TraceError(f"channels.deals.{channel}: no step opens such a channel{nearest(channel, known)}")
     graph.validate()
     return graph, flow.groups

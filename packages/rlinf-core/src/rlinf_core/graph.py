@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
+from rlinf_core.board.dealing import cannot_deal
+from rlinf_core.deals import EVERY
 from rlinf_core.errors import TraceError, nearest
 
 BARRIERS = ("item", "group", "batch")
@@ -46,13 +48,20 @@ class CallSpec:
 
 @dataclass(frozen=True, slots=True)
 class PhaseGraph:
-    """The calls of one step of a phase, in program order. ``weights`` are (source, target) groups."""
+    """The calls of one step of a phase, in program order. ``weights`` are (source, target) groups; ``deals`` are
+    (channel, reading group or "" for all of them, way of dealing), of channels that are not shared."""
 
     name: str
     channels: tuple[str, ...] = ()
     feeds: tuple[str, ...] = ()
     calls: tuple[CallSpec, ...] = ()
     weights: tuple[tuple[str, str], ...] = ()
+    deals: tuple[tuple[str, str, str], ...] = ()
+
+    def deal(self, channel: str, group: str) -> str:
+        """How the channel's items get to the ranks of a group that reads it."""
+        named = {of: way for name, of, way in self.deals if name == channel}
+        return named.get(group, named.get(EVERY, "shared"))
 
     def writers(self, channel: str) -> tuple[int, ...]:
         """Indices of the calls that write the channel (feeds not included)."""
@@ -172,7 +181,25 @@ class PhaseGraph:
                     f"{where}: channel {channel!r} has no reader (written by {names}); pass it as an In, or "
                     "leave it out"
                 )
+        self._check_deals(where, stages)
         self._check_cycles(where)
+
+    def _check_deals(self, where: str, stages: Mapping[str, StageSpec]) -> None:
+        for channel in dict.fromkeys(name for name, _, _ in self.deals):
+            readers = list(dict.fromkeys(self.calls[i].group for i in self.readers(channel)))
+            for group in (of for name, of, _ in self.deals if name == channel and of != EVERY):
+                if group not in readers:
+                    raise TraceError(
+                        f"{where}: channel {channel!r} is dealt to group {group!r}, which does not read it"
+                        f"{nearest(group, readers)}; it is read by {', '.join(readers)}"
+                    )
+            for group in readers:
+                way = self.deal(channel, group)
+                wrong = cannot_deal(way, stages[group].collective, stages[group].barrier)
+                if wrong:
+                    others = ", ".join(f"{name!r}: {way!r}" for name in readers if name != group)
+                    hint = f"; name the groups that it is for: deal={{{others}}}" if others else ""
+                    raise TraceError(f"{where}: channel {channel!r} cannot be dealt to group {group!r}: {wrong}{hint}")
 
     def _check_cycles(self, where: str) -> None:
         data, serial = self._call_edges()
@@ -282,11 +309,11 @@ class FlowGraph:
         return result
 
     def fingerprint(self) -> str:
-        """16 hex digits that change when stages, calls or channels do."""
-        data = {
-            "stages": {name: asdict(stage) for name, stage in sorted(self.stages.items())},
-            "phases": {name: asdict(phase) for name, phase in sorted(self.phases.items())},
-        }
+        """16 hex digits that change when stages, calls or channels do; how items are dealt is no part of it."""
+        phases = {name: asdict(phase) for name, phase in sorted(self.phases.items())}
+        for phase in phases.values():
+            del phase["deals"]
+        data = {"stages": {name: asdict(stage) for name, stage in sorted(self.stages.items())}, "phases": phases}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from rlinf_core.board import events as ev
 from rlinf_core.callstats import DeviceMemory
-from rlinf_core.channel import Clock, Endpoint, Reader, Sections, Writer
+from rlinf_core.channel import Clock, Endpoint, Sections, Writer
 from rlinf_core.errors import Cancelled, ChannelPoisoned, PeerLost, RLinfError, describe
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import (
@@ -48,7 +48,9 @@ from rlinf_core.hub.messages import (
     Offloaded,
     ReleaseDevices,
 )
+from rlinf_core.links import SOCKET, LinkLoader
 from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
+from rlinf_core.reader import Reader
 from rlinf_core.types import ParallelInfo
 from rlinf_core.worker import Worker
 
@@ -81,6 +83,9 @@ class HostSpec:
     swapped: bool = False
     """It is offloaded for them."""
     slots: int | None = None
+    link: str = SOCKET
+    link_bytes: int = 0
+    """How payloads reach consumers of the same machine, and the most memory for that (0: the link's own default)."""
     device_bytes: int = 0
     """Memory that a CPU slot stands for (0: not said)."""
     in_process: bool = False
@@ -172,7 +177,7 @@ class Host(Sections):
         if not spec.in_process:
             prepare_process(spec)
         sys.path[:0] = [p for p in _code_path(spec) if p not in sys.path]
-        store = PayloadStore()
+        store = PayloadStore(LinkLoader(spec.link, spec.link_bytes))
         server = PayloadServer(store, spec.secret, spec.address)
         hello = Hello(spec.member, os.getpid(), spec.address, server.address)
         self.client = HubClient(
@@ -207,6 +212,7 @@ class Host(Sections):
         finally:
             fetcher.close()
             server.close()
+            store.close()
             self.client.close()
 
     def _say_goodbye(self) -> None:
@@ -255,12 +261,14 @@ class Host(Sections):
         context: Any = worker._ctx
         context.step, context.step_index = call.step, call.step_index
         writers: list[Writer] = []
+        readers: list[Reader] = []
 
         def bind(value: Any) -> Any:
             if not isinstance(value, ChannelArg):
                 return value
             if value.direction == "in":
-                return Reader(self.endpoint, value)
+                readers.append(reader := Reader(self.endpoint, value))
+                return reader
             writer = Writer(self.endpoint, value)
             writers.append(writer)
             return writer
@@ -271,6 +279,8 @@ class Host(Sections):
         result = getattr(worker, call.task)(*args, **kwargs)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
+        for reader in readers:
+            reader.settle()
         for writer in writers:
             writer.close()
         return result

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rlinf_core.board import events as ev
+from rlinf_core.deals import deal_text
 from rlinf_core.errors import AccountError, ChannelError, TraceError, nearest
 from rlinf_core.flow import (
     BoundCall,
@@ -92,12 +93,18 @@ class LiveStep(Step):
         self.work: dict[str, float] = {}
         """Seconds of own work by group: its tasks added up, each by its slowest rank."""
 
-    def _open(self, name: str) -> ChannelRef:
-        self._record.open(name)
+    def _open(self, name: str, deal: Mapping[str, str]) -> ChannelRef:
+        self._record.open(name, deal)
         if name not in self._traced.channels:
             raise TraceError(
                 f"step {self.full_name} opens channel {name!r}, which it did not when traced"
                 f"{nearest(name, self._traced.channels)}"
+            )
+        traced = {group: way for channel, group, way in self._traced.deals if channel == name}
+        if traced != dict(deal):
+            raise TraceError(
+                f"step {self.full_name} opens channel {name!r} dealt {deal_text(deal)}, which was {deal_text(traced)} "
+                "when traced"
             )
         ref = ChannelRef(name, self.full_name)
         plan, phase = self._runtime.plan, self.phase
@@ -105,8 +112,7 @@ class LiveStep(Step):
         events: list[Any] = [
             ev.OpenChannel(ref.full_name, self.full_name, self._live.max_items, self._live.max_bytes, spill)
         ]
-        readers = {self._traced.calls[r].group: None for r in self._traced.readers(name)}
-        for group in readers:
+        for group in self._reading(name):
             stage = self._live.groups[group].stage()
             ranks = len(plan.groups[group].processes)
             portion = plan.portion_for(phase, name, group)
@@ -114,7 +120,10 @@ class LiveStep(Step):
             # A replica that computes together adds its portions up: their order must not depend on timing.
             ordered = stage.collective and barrier == "group"
             eager = name in self._live.cyclic[phase]
-            events.append(ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered, eager))
+            way = cast(ev.Deal, self._traced.deal(name, group))
+            events.append(
+                ev.AddReader(ref.full_name, group, ranks, stage.collective, barrier, portion, ordered, eager, way)
+            )
         for index in self._traced.writers(name):
             for member in self._runtime.members(self._traced.calls[index].group):
                 events.append(ev.AddWriter(ref.full_name, f"{member}#{index}"))
@@ -123,6 +132,10 @@ class LiveStep(Step):
                 events.append(ev.AddWriter(ref.full_name, f"driver#feed{index}"))
         self._runtime.send(*events, ev.SealWriters(ref.full_name))
         return ref
+
+    def _reading(self, name: str) -> dict[str, None]:
+        """The groups that read a channel of this step."""
+        return {self._traced.calls[r].group: None for r in self._traced.readers(name)}
 
     def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
         index = len(self._record.feeds)
@@ -146,9 +159,12 @@ class LiveStep(Step):
                 return value
             direction = call.task.directions[name]
             if direction == "out":
-                return ChannelArg(value.full_name, direction, f"{member}#{index}")
+                sole = len(self._reading(value.name)) == 1
+                return ChannelArg(value.full_name, direction, f"{member}#{index}", sole=sole)
             portion = self._runtime.plan.portion_for(self.phase, value.name, call.group)
-            return ChannelArg(value.full_name, direction, portion=portion)
+            alone = len(self._runtime.members(call.group)) == 1 and not self._runtime.plan.shares(call.group)
+            sole = alone and value.name not in self._live.cyclic[self.phase]
+            return ChannelArg(value.full_name, direction, portion=portion, sole=sole)
 
         def arguments(member: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
             named = zip(call.task.parameters, call.args, strict=False)
@@ -178,7 +194,7 @@ class LiveStep(Step):
             "publish_weights",
             self.full_name,
             self.index,
-            lambda m: ((ChannelArg(channel, "out", writers[m]), version, len(receivers)), {}),
+            lambda m: ((ChannelArg(channel, "out", writers[m], sole=True), version, len(receivers)), {}),
         )
         self._track(sent)
         receive = (target.name, "receive_weights", self.full_name, self.index)
@@ -242,7 +258,8 @@ class LiveStep(Step):
                 + (f"\n  and {more} more" if more else "")
             )
         if account.unread:
-            rows = ", ".join(f"{n} on channel {c!r}" for c, n in account.unread.items())
+            whose = {channel: f" ({text})" for channel, text in account.untaken.items() if text}
+            rows = ", ".join(f"{n} on channel {c!r}{whose.get(c, '')}" for c, n in account.unread.items())
             raise ChannelError(f"step {self.full_name}: items were put that nobody took: {rows}")
 
     def _merge_reports(self) -> dict[str, float]:
@@ -340,8 +357,9 @@ class LiveFlow(Flow):
         max_items: int,
         max_bytes: int,
         listener: Listener,
+        deals: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(seed, run_dir)
+        super().__init__(seed, run_dir, deals)
         self.runtime = runtime
         self.max_items = max_items
         self.max_bytes = max_bytes

@@ -1,7 +1,8 @@
 """Payloads of channel items: encoding, the producer's store, and the socket link that moves them.
 
-An item is pickled once with its buffers (tensors, arrays, large bytes) kept apart, stays in its producer's
-memory, and is fetched by the consumer over a direct socket; the hub sees only the ``Descriptor``. Buffers are
+An item is pickled once with its buffers (tensors, arrays, large bytes) kept apart. A small one travels with its
+``Descriptor``; a larger one stays in its producer's memory, and the hub sees only the descriptor: a consumer on the
+same machine opens it through the link (``rlinf_core.links``), any other fetches it over a direct socket. Buffers are
 copied when an item is put, so a producer may change a tensor in place afterwards.
 
 Peers authenticate with the run's secret before anything is unpickled (``rlinf_core.hub.wire``).
@@ -23,16 +24,29 @@ from typing import Any
 
 from rlinf_core.errors import ChannelError, PeerLost
 from rlinf_core.hub import wire
+from rlinf_core.links import SOCKET, LinkLoader
+
+INLINE_BYTES = 8 << 10
+"""An item of no more than this travels with its descriptor, through the hub, which does not look into it."""
+IN_BAND_BYTES = 4 << 10
+"""A buffer of no more than this is part of the pickle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Where a payload lies: its producer's address and key there. ``nbytes`` counts all buffers."""
+    """Where a payload lies: its producer's address and key there. ``nbytes`` counts all buffers.
+
+    ``inline`` is the payload itself, for a small one that has no key (-1). ``ticket`` opens it through the producer's
+    link (``rlinf_core.links``), ``holder`` says as which of its consumers (negative: only as a copy).
+    """
 
     member: str
     address: tuple[str, int]
     key: int
     nbytes: int
+    inline: bytes | None = None
+    ticket: bytes | None = None
+    holder: int = -1
 
 
 Frame = list[bytes | bytearray | memoryview]
@@ -66,17 +80,25 @@ class _Pickler(pickle.Pickler):
 
 
 def encode(item: Any) -> Frame:
-    """Pickle ``item`` into a frame: the pickle first, then each buffer (copied).
+    """Pickle ``item`` into a frame: the pickle first, then views of its larger buffers (nothing of them is copied).
 
     Raises ``ChannelError`` naming what cannot be pickled.
     """
-    buffers: list[pickle.PickleBuffer] = []
+    buffers: list[memoryview] = []
+
+    def apart(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes <= IN_BAND_BYTES:
+            return True
+        buffers.append(raw)
+        return False
+
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(item)
+        _Pickler(stream, protocol=5, buffer_callback=apart).dump(item)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise ChannelError(f"a {type(item).__name__} cannot be sent through a channel: {error}") from error
-    return [stream.getvalue(), *(bytearray(b.raw()) for b in buffers)]
+    return [stream.getvalue(), *buffers]
 
 
 def decode(frame: Frame) -> Any:
@@ -87,35 +109,65 @@ def decode(frame: Frame) -> Any:
 class PayloadStore:
     """What this process has put and nobody has finished fetching."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: LinkLoader | None = None) -> None:
         self._keys = itertools.count()
-        self._frames: dict[int, tuple[Frame, int]] = {}
+        self._kept: dict[int, tuple[Frame | None, Any, int]] = {}
+        """Key -> the frame, or what the link made of it, and how many consumers have not released it."""
         self._lock = threading.Lock()
+        self._link = link or LinkLoader(SOCKET)
 
-    def add(self, frame: Frame, references: int = 1) -> int:
+    def add(self, frame: Frame, references: int = 1, holders: int = 0) -> tuple[int, bytes | None]:
+        """Keep a copy of the frame until it was released ``references`` times; returns its key and a link's ticket.
+        ``holders``: see ``Link.put``."""
+        ticket = None
+        kept: tuple[Frame | None, Any, int] | None = None
+        link = self._link.get()
+        if link is not None:
+            placed = link.put([memoryview(b).cast("B") for b in frame], holders)
+            if placed is not None:
+                slot, ticket = placed
+                kept = (None, slot, references)
+        if kept is None:
+            kept = ([frame[0], *(bytearray(b) for b in frame[1:])], None, references)
         key = next(self._keys)
         with self._lock:
-            self._frames[key] = (frame, references)
-        return key
+            self._kept[key] = kept
+        return key, ticket
 
     def get(self, key: int) -> Frame | None:
+        """The frame; it may be changed by its producer as soon as it is released."""
         with self._lock:
-            entry = self._frames.get(key)
-        return entry[0] if entry else None
+            kept = self._kept.get(key)
+        if kept is None or kept[0] is not None:
+            return kept[0] if kept is not None else None
+        link = self._link.get()
+        assert link is not None, "a slot is of a link"
+        return [*link.read(kept[1])]
+
+    def open(self, ticket: bytes, holder: int) -> Frame | None:
+        """What a ticket opens, or ``None``: then it has to be fetched."""
+        link = self._link.get()
+        opened = None if link is None else link.open(ticket, holder)
+        return None if opened is None else [*opened]
 
     def release(self, keys: Iterable[int]) -> None:
-        with self._lock:
-            for key in keys:
-                entry = self._frames.get(key)
-                if entry is None:
+        for key in keys:
+            with self._lock:
+                kept = self._kept.get(key)
+                if kept is None:
                     continue
-                if entry[1] <= 1:
-                    del self._frames[key]
-                else:
-                    self._frames[key] = (entry[0], entry[1] - 1)
+                if kept[2] > 1:
+                    self._kept[key] = (kept[0], kept[1], kept[2] - 1)
+                    continue
+                del self._kept[key]
+            if kept[0] is None and (link := self._link.get()) is not None:
+                link.release(kept[1])
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self._kept)
+
+    def close(self) -> None:
+        self._link.close()
 
 
 _COUNT = struct.Struct("<q")
@@ -201,7 +253,11 @@ class PayloadFetcher:
         frames: dict[int, Frame] = {}
         by_producer: dict[tuple[str, int], list[int]] = {}
         for position, descriptor in enumerate(descriptors):
-            if descriptor.member == self._member:
+            if descriptor.inline is not None:
+                frames[position] = [descriptor.inline]
+            elif descriptor.ticket is not None and (opened := self._store.open(descriptor.ticket, descriptor.holder)):
+                frames[position] = opened
+            elif descriptor.member == self._member:
                 own = self._store.get(descriptor.key)
                 if own is None:
                     raise ChannelError(f"payload {descriptor.key} of {self._member} was already released")
@@ -212,7 +268,7 @@ class PayloadFetcher:
             for address, positions in by_producer.items():
                 member = descriptors[positions[0]].member
                 frames.update(self._from(address, member, positions, [descriptors[p].key for p in positions]))
-        return [decode(frames[p]) for p in range(len(descriptors))]
+        return [decode(frames.pop(p)) for p in range(len(descriptors))]
 
     def _from(self, address: tuple[str, int], member: str, positions: list[int], keys: list[int]) -> dict[int, Frame]:
         try:

@@ -33,9 +33,11 @@ GROUPS: dict[str, str] = {
     "rlinf.envs": "environments",
     "rlinf.policies": "embodied policies",
     "rlinf.transports": "ways to move bytes between workers",
+    "rlinf.links": "ways for channel items between workers of one machine",
     "rlinf.schedulers": "planners",
     "rlinf.loggers": "metric loggers",
     "rlinf.commands": "subcommands of rlinf",
+    "rlinf.doctor": "sections of rlinf doctor",
 }
 """Entry-point groups and what each holds."""
 
@@ -67,6 +69,7 @@ KNOWN: dict[str, dict[str, KnownPlugin]] = {
         "exact": KnownPlugin("rlinf-reasoning"),
         "math": KnownPlugin("rlinf-reasoning", "", ("math_verify",)),
     },
+    "rlinf.links": {"shm": KnownPlugin("rlinf-comm")},
     "rlinf.loggers": {
         "jsonl": KnownPlugin("rlinf-core"),
         "tensorboard": KnownPlugin("rlinf-core", "", ("tensorboard",)),

@@ -102,7 +102,8 @@ class RunListener:
 def prepare(cfg: Config, run_dir: Path) -> tuple[Callable[[Any, Any], Any], FlowGraph, dict[str, GroupSpec]]:
     """The program, its traced graph and its groups."""
     program = load_program(cfg.program)
-    graph, groups = trace(partial(_call_program, program), cfg, seed=cfg.seed, run_dir=run_dir)
+    deals = cfg.channels.deals.to_dict()
+    graph, groups = trace(partial(_call_program, program), cfg, seed=cfg.seed, run_dir=run_dir, deals=deals)
     return program, graph, groups
 
 
@@ -194,6 +195,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
                     launch_timeout_s=cfg.cluster.launch_timeout_s,
                     stall_timeout_s=cfg.cluster.stall_timeout_s,
                     device_bytes=cfg.cluster.virtual_device_bytes or 0,
+                    link=(cfg.channels.link, cfg.channels.link_bytes),
                     sys_path=_user_path(cfg.program),
                     on_log=listener.log,
                 )
@@ -246,6 +248,7 @@ def _drive(
             max_items=cfg.channels.max_items,
             max_bytes=cfg.channels.max_bytes,
             listener=listener,
+            deals=cfg.channels.deals.to_dict(),
         )
         _call_program(program, flow, cfg)
         flow.finish()

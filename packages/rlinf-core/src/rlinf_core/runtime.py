@@ -52,6 +52,7 @@ from rlinf_core.hub.messages import (
 )
 from rlinf_core.hub.server import HubServer
 from rlinf_core.launch import make_launcher
+from rlinf_core.links import SOCKET, LinkLoader
 from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
 from rlinf_core.plan import FlatPlan
 from rlinf_core.types import ParallelInfo
@@ -138,6 +139,7 @@ class Runtime:
         launch_timeout_s: float,
         stall_timeout_s: float,
         device_bytes: int = 0,
+        link: tuple[str, int] = (SOCKET, 0),
         sys_path: tuple[str, ...] = (),
         on_log: Callable[[Log], None] | None = None,
     ) -> None:
@@ -150,6 +152,7 @@ class Runtime:
         self.reads: set[str] = set()
         self._launch_timeout = launch_timeout_s
         self._device_bytes = device_bytes
+        self._link = link
         self._sys_path = sys_path
         self._code = _zip(sys_path) if len(cluster.nodes) > 1 else b""
         self._on_log = on_log
@@ -176,7 +179,7 @@ class Runtime:
     def start(self, progress: Callable[[str], None]) -> None:
         """Start all ranks and wait until each is set up; raises that rank's error otherwise."""
         address = self._server.start()
-        store = PayloadStore()
+        store = PayloadStore(LinkLoader(*self._link))
         self._payloads = PayloadServer(store, self._secret, address[0])
         hello = Hello(DRIVER, os.getpid(), address[0], self._payloads.address)
         self._client = HubClient(address, self._secret, hello, on_message=self._on_message, on_release=store.release)
@@ -237,6 +240,8 @@ class Runtime:
             swapped=bool(devices) and not self.plan.groups[group.name].resident,
             slots=self.plan.groups[group.name].slots,
             device_bytes=self._device_bytes,
+            link=self._link[0],
+            link_bytes=self._link[1],
             in_process=self.cluster.debug,
         )
         return spec, node

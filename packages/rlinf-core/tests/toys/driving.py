@@ -65,9 +65,10 @@ def drive(
     stall_timeout_s: float = 60.0,
     max_items: int = 1000,
     kept: Kept | None = None,
+    deals: dict[str, Any] | None = None,
 ) -> Kept:
     kept = kept or Kept()
-    graph, groups = trace(program, cfg, seed=0, run_dir=run_dir)
+    graph, groups = trace(program, cfg, seed=0, run_dir=run_dir, deals=deals)
     settings = SimpleNamespace(address=None, virtual_devices=devices, debug=debug)
     with connect(settings, f"test/{run_dir.name}") as cluster:
         made = flatten(make_plan(plan, graph, cluster.info, portion=portion), graph, cluster.info)
@@ -87,7 +88,15 @@ def drive(
         try:
             runtime.start(lambda text: None)
             flow = LiveFlow(
-                runtime, graph, groups, seed=0, run_dir=run_dir, max_items=max_items, max_bytes=1 << 30, listener=kept
+                runtime,
+                graph,
+                groups,
+                seed=0,
+                run_dir=run_dir,
+                max_items=max_items,
+                max_bytes=1 << 30,
+                listener=kept,
+                deals=deals,
             )
             program(flow, cfg)
             flow.finish()

@@ -2,6 +2,6 @@
 
 from rlinf_core.board import events
 from rlinf_core.board.board import Board, describe_lost
-from rlinf_core.board.events import ANY, FULL, PLAN, Event, Instruction, Item
+from rlinf_core.board.events import ANY, DEALS, FULL, PLAN, Deal, Event, Instruction, Item
 
-__all__ = ["ANY", "FULL", "PLAN", "Board", "Event", "Instruction", "Item", "describe_lost", "events"]
+__all__ = ["ANY", "DEALS", "FULL", "PLAN", "Board", "Deal", "Event", "Instruction", "Item", "describe_lost", "events"]

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rlinf_core.board.dealing import queue_for
+from rlinf_core.board.entries import Fault, Want, entry_of
 from rlinf_core.board.events import AddReader, Item, OpenChannel, Put, Req, member_of
 from rlinf_core.board.join import Matcher
-from rlinf_core.board.queue import Fault, ReaderQueue, Want, entry_of
+from rlinf_core.board.queue import ReaderQueue
 
 
 @dataclass(slots=True)
@@ -21,6 +23,8 @@ class Record:
     writer: str
     to_hand: set[str]
     to_fetch: set[str]
+    kept: set[str] = field(default_factory=set)
+    """Groups that were handed it, and whose rank has it waiting for a later call."""
 
 
 @dataclass(slots=True)
@@ -41,6 +45,20 @@ class Reader:
     queue: ReaderQueue
     waiting: dict[Req, Want] = field(default_factory=dict)
     matcher: Matcher | None = None
+
+    def kept(self) -> dict[int, int]:
+        """How many entries wait for each rank that has not asked, where no other rank may have them."""
+        if self.matcher is None:
+            queue, waiting = self.queue, self.waiting
+        else:
+            queue, waiting = self.matcher.queue, self.matcher.waiting
+        return queue.kept_for({want.rank for want in waiting.values()})
+
+    def kept_text(self) -> str:
+        """The same in words: ``3 dealt to r[0], 1 dealt to r[2]``; empty when there is nothing."""
+        kept = [f"{count} dealt to {self.spec.group}[{rank}]" for rank, count in self.kept().items()]
+        more = f" and {len(kept) - 8} more ranks" if len(kept) > 8 else ""
+        return ", ".join(kept[:8]) + more
 
 
 class Channel:
@@ -68,17 +86,7 @@ class Channel:
 
     def add_reader(self, spec: AddReader, order: Sequence[str]) -> None:
         """``order``: the ids of the step as they enter, for a reader that is ``ordered``."""
-        where = f"channel {self.name}"
-        queue = ReaderQueue(
-            where,
-            spec.group,
-            spec.ranks,
-            spec.collective,
-            spec.barrier,
-            spec.portion,
-            order if spec.ordered and spec.barrier == "group" else None,
-            spec.eager,
-        )
+        queue = queue_for(spec, f"channel {self.name}", order)
         self.readers[spec.group] = Reader(spec, queue)
 
     def attach(self, group: str, matcher: Matcher) -> tuple[Item, ...]:
@@ -118,11 +126,9 @@ class Channel:
         for reader in self.readers.values():
             if reader.matcher is not None:
                 left, waits = reader.matcher.undelivered(self.name), bool(reader.matcher.waiting)
-                dealt = reader.matcher.queue.waiting_shards()
             else:
                 left, waits = len(reader.queue), bool(reader.waiting)
-                dealt = reader.queue.waiting_shards()
-            if left and (not waits or dealt):
+            if left and (not waits or reader.kept()):
                 return False
             hungry = hungry or waits
         return hungry
@@ -161,6 +167,13 @@ class Channel:
                 self.items_in -= 1
                 self.bytes_in -= record.item.nbytes
 
+    def kept(self, record: Record, group: str) -> None:
+        """The group was handed the item and has not looked at it."""
+        if not record.to_hand:
+            self.items_in += 1
+            self.bytes_in += record.item.nbytes
+        record.to_hand.add(group)
+
     def note_dropped(self, ids: Iterable[tuple[str, str]]) -> tuple[tuple[str, Item], ...]:
         """Announced drops as (id, its group); returns (group, item) that leave joins."""
         news = list(ids)
@@ -175,6 +188,10 @@ class Channel:
 
     def unread(self) -> int:
         return sum(1 for record in self.records.values() if record.to_hand)
+
+    def untaken(self) -> str:
+        """Which ranks have not taken what was dealt to them; empty when nothing is kept for a rank."""
+        return ", ".join(text for text in (reader.kept_text() for reader in self.readers.values()) if text)
 
     # ------------------------------------------------------------ end
 
@@ -219,5 +236,10 @@ class Channel:
             waiting: dict[Hashable, Want] = reader.matcher.waiting if reader.matcher else reader.waiting
             left = reader.matcher.undelivered(self.name) if reader.matcher else len(reader.queue)
             ranks = ", ".join(f"{group}[{want.rank}]" for want in waiting.values())
-            parts.append(f"{group}: {left} undelivered" + (f", waiting: {ranks}" if ranks else ""))
+            kept = reader.kept_text()
+            parts.append(
+                f"{group}: {left} undelivered"
+                + (f", {kept}, which asks for nothing" if kept else "")
+                + (f", waiting: {ranks}" if ranks else "")
+            )
         return "; ".join(parts)

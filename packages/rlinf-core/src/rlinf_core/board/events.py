@@ -19,7 +19,10 @@ Req: TypeAlias = Hashable
 Barrier: TypeAlias = Literal["item", "group", "batch"]
 Mode: TypeAlias = Literal["items", "portion", "weight"]
 JoinBy: TypeAlias = Literal["id", "key", "group"]
+Deal: TypeAlias = Literal["shared", "round_robin", "weight"]
 
+DEALS: Final[tuple[Deal, ...]] = ("shared", "round_robin", "weight")
+"""How the items of a channel get to the ranks of a reading group (see ``board.dealing``)."""
 BARRIERS: Final = ("item", "group", "batch")
 FULL: Final = "full"
 """Reason of a ``PutRefused`` that only means: no credit now (``put_nowait``)."""
@@ -88,6 +91,9 @@ class AddReader:
     ordered: bool = False
     eager: bool = False
     """A portion is what is there now, at least one item: the channel is in a cycle, and waiting could be for ever."""
+    deal: Deal = "shared"
+    """``shared``: to the rank that asks first. Otherwise fixed for each item when it comes; not for collective groups
+    nor for the barrier ``batch``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,8 @@ class Get:
     ``items``: between 1 and ``n`` items, as many as are there. ``portion``: exactly ``n`` (fewer only at
     the end; whole groups for a group barrier, so possibly more); ``n=None`` everything, ``n=PLAN`` as
     registered. ``weight``: items up to a total of ``weight``; a heavier head comes alone.
+
+    ``ahead``: the reader goes on without the answer (the same for the board).
     """
 
     req: Req
@@ -152,6 +160,7 @@ class Get:
     n: int | None = 1
     weight: float = 0.0
     nowait: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +189,15 @@ class CancelRequest:
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """The group has the payloads of these items; one that every reading group has is released."""
+
+    uids: tuple[int, ...]
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The group was delivered these items and its task has ended without them: they wait, at the rank, for a later call
+    of the step. They count as unread, and take credit, until they are fetched."""
 
     uids: tuple[int, ...]
     group: str
@@ -253,6 +271,7 @@ Event: TypeAlias = (
     | JoinReader
     | CancelRequest
     | Fetched
+    | Kept
     | Drop
     | Trained
     | Carry
@@ -328,7 +347,8 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """Where each id of the step ended. ``unread``: items per channel that some reading group never took."""
+    """Where each id of the step ended. ``unread``: items per channel that some reading group never took; ``untaken``:
+    of these channels, which ranks still have items that were dealt to them, in words."""
 
     step: str
     trained: tuple[str, ...]
@@ -336,6 +356,7 @@ class StepAccount:
     carried: Mapping[str, str]
     lost: Mapping[str, str]
     unread: Mapping[str, int] = field(default_factory=dict)
+    untaken: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

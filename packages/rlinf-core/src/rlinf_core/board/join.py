@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
 
+from rlinf_core.board.entries import Entry, Fault, Want
 from rlinf_core.board.events import Item, JoinBy
-from rlinf_core.board.queue import Entry, Fault, ReaderQueue, Want
+from rlinf_core.board.queue import ReaderQueue
 
 
 class Matcher:

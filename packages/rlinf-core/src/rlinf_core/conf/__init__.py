@@ -43,6 +43,36 @@ class ClusterConfig:
 class ChannelsConfig:
     max_items: int = field(default=4096, metadata={"min": 1, "help": "items a channel holds before writers wait"})
     max_bytes: int = field(default=1 << 30, metadata={"min": 1, "help": "bytes a channel holds before writers wait"})
+    link: str = field(
+        default="auto",
+        metadata={
+            "help": "how items reach workers of the same machine: shm (shared memory, from rlinf-comm), socket, or "
+            "auto (shm where it is installed and works)"
+        },
+    )
+    link_bytes: int = field(
+        default=0,
+        metadata={"min": 0, "help": "most memory that a worker's link takes; 0: a quarter of the machine's"},
+    )
+    deals: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "how a channel's items are dealt to the ranks that read it, instead of what the program says: "
+            "shared, round_robin or weight by channel, or group:way for one of its reading groups"
+        },
+    )
+
+    def validate(self, root: Any) -> list[str]:
+        from rlinf_core.deals import read_deal
+        from rlinf_core.links import wrong_name
+
+        problems = [f"channels.link: {why}"] if (why := wrong_name(self.link)) else []
+        for channel, deal in self.deals.items():
+            try:
+                read_deal(deal)
+            except ValueError as error:
+                problems.append(f"channels.deals.{channel}: {error}")
+        return problems
 
 
 @dataclass

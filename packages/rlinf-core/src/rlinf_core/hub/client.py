@@ -24,11 +24,22 @@ from rlinf_core.errors import Cancelled, WaitTimeout, describe
 from rlinf_core.hub import codec, wire
 from rlinf_core.hub.messages import Call, Cancel, Hello, Offload, Release, Stacks
 
+GATHER_S = 0.001
+"""Puts in quick succession travel together: what was put first goes after this long at the latest."""
+QUICK_S = 0.001
+"""A put is in quick succession when the one before it was less than this ago."""
+TOGETHER = 32
+"""Most items that travel together."""
+
+
+PutBuilder = Callable[[tuple[str, int], tuple[Any, ...]], Any]
+"""Makes the event that puts these items, from the request's number."""
+
 
 class Pending:
     """A request that the hub has not answered yet."""
 
-    __slots__ = ("callbacks", "done", "req", "value", "what")
+    __slots__ = ("callbacks", "done", "owner", "req", "value", "what")
 
     def __init__(self, req: tuple[str, int], what: str) -> None:
         self.req = req
@@ -36,6 +47,19 @@ class Pending:
         self.done = False
         self.value: Any = None
         self.callbacks: list[Callable[[], None]] = []
+        self.owner: object = None
+        """The writer whose puts it answers."""
+
+
+class _Gathered:
+    """Items of one writer that travel together, as one request."""
+
+    __slots__ = ("build", "items", "pending")
+
+    def __init__(self, pending: Pending, build: PutBuilder, items: list[Any]) -> None:
+        self.pending = pending
+        self.build = build
+        self.items = items
 
 
 class HubClient:
@@ -61,6 +85,10 @@ class HubClient:
         self._send_lock = threading.Lock()
         self._held: list[bytes] = []
         """Frames that go along with the next message."""
+        self._gathered: _Gathered | None = None
+        self._last_put = 0.0
+        self._gathering = threading.Event()
+        self._gatherer: threading.Thread | None = None
         self._condition = threading.Condition()
         self._ids = itertools.count()
         self._pending: dict[tuple[str, int], Pending] = {}
@@ -87,14 +115,21 @@ class HubClient:
     def send(self, *messages: Any) -> None:
         frames = [codec.pack(m) for m in messages]
         with self._send_lock:
-            if self._held:
-                frames[:0] = self._held
-                self._held.clear()
-            data = frames[0] if len(frames) == 1 else b"".join(frames)
-            try:
-                self._socket.sendall(data)
-            except OSError as error:
-                raise Cancelled(f"{self.member}: the hub is gone ({error})") from error
+            self._write(frames)
+
+    def _write(self, frames: list[bytes]) -> None:
+        """Send what is held back and then ``frames``; with the send lock."""
+        before = self._held
+        if self._gathered is not None:
+            gathered, self._gathered = self._gathered, None
+            before.append(codec.pack(gathered.build(gathered.pending.req, tuple(gathered.items))))
+        if before:
+            frames = before + frames
+            self._held = []
+        try:
+            self._socket.sendall(frames[0] if len(frames) == 1 else b"".join(frames))
+        except OSError as error:
+            raise Cancelled(f"{self.member}: the hub is gone ({error})") from error
 
     def send_along(self, message: Any) -> None:
         """Send a message that nobody waits for together with the next one, or when this process begins to wait."""
@@ -104,8 +139,51 @@ class HubClient:
 
     def _send_held(self) -> None:
         """Before a wait: what was to go along with the next message goes now."""
-        if self._held and self.cancelled is None:
-            self.send()
+        if (self._held or self._gathered) and self.cancelled is None:
+            with self._send_lock:
+                if self._held or self._gathered:
+                    self._write([])
+
+    def put_ahead(self, writer: object, items: tuple[Any, ...], build: PutBuilder, what: str) -> Pending:
+        """Put items without waiting for the answer. Those that follow each other quickly go as one request, whose
+        ``Pending`` each of them gets; the order with all other messages is kept."""
+        self.check()
+        with self._send_lock:
+            now = time.monotonic()
+            quick, self._last_put = now - self._last_put < QUICK_S, now
+            gathered = self._gathered
+            if gathered is not None and gathered.pending.owner is writer:
+                gathered.items.extend(items)
+                if len(gathered.items) >= TOGETHER:
+                    self._write([])
+                return gathered.pending
+            pending = Pending((self.member, -next(self._ids) - 1), what)
+            pending.owner = writer
+            with self._condition:
+                self._pending[pending.req] = pending
+            if not quick:
+                self._write([codec.pack(build(pending.req, items))])
+                return pending
+            if gathered is not None:
+                self._write([])
+            self._gathered = _Gathered(pending, build, list(items))
+            self._gathering.set()
+            if self._gatherer is None:
+                self._gatherer = threading.Thread(target=self._gather, name="rlinf-gather", daemon=True)
+                self._gatherer.start()
+            return pending
+
+    def _gather(self) -> None:
+        """Send what was gathered once its time is over, should nothing else have sent it."""
+        while not self._closed and self.cancelled is None:
+            if not self._gathering.wait(1.0):
+                continue
+            self._gathering.clear()
+            time.sleep(GATHER_S)
+            try:
+                self._send_held()
+            except Cancelled:
+                return  # the control thread sees the same end
 
     def request(self, build: Callable[[tuple[str, int]], Any], what: str, *, ahead: bool = False) -> Pending:
         """Send the event that ``build(req)`` makes; ``what`` says in words what is waited for. ``ahead``: the engine

@@ -152,9 +152,10 @@ class Connection(asyncio.Protocol):
 
     # Going out
 
-    def queue(self, frame: bytes) -> None:
-        """Add a frame to what ``flush`` sends."""
+    def queue(self, frame: bytes) -> int:
+        """Add a frame to what ``flush`` sends; returns how many that are."""
         self._queue.append(frame)
+        return len(self._queue)
 
     def flush(self) -> None:
         if self._queue and not self._transport.is_closing():

@@ -51,7 +51,7 @@ class MemberState:
     calls: dict[int, Call] = field(default_factory=dict)
     waits: dict[tuple[str, int], str] = field(default_factory=dict)
     beside: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Unanswered puts that it does not wait for, or not yet."""
+    """Unanswered puts and gets that it does not wait for, or not yet."""
     feeds: int = 0
 
     def describe(self) -> str:
@@ -203,7 +203,7 @@ class HubCore:
         if req is not None and state is not None:
             if req[1] >= 0 or member == DRIVER:
                 state.waits[req] = _wait_text(event)
-            elif isinstance(event, ev.Put) and event.ahead:
+            elif isinstance(event, ev.Put | ev.Get) and event.ahead:
                 state.beside[req] = _wait_text(event)
         out = self._instructions(self.board.handle(event))
         if req is not None and state is not None and req in state.waits:
@@ -226,8 +226,9 @@ class HubCore:
             if req is not None:
                 out += self._answer(req, instruction)
             elif isinstance(instruction, ev.Released):
-                keys = tuple(d.key for d in cast(tuple[Descriptor, ...], instruction.descriptors))
-                out.append((instruction.member, Release(keys)))
+                descriptors = cast(tuple[Descriptor, ...], instruction.descriptors)
+                if keys := tuple(d.key for d in descriptors if d.inline is None):
+                    out.append((instruction.member, Release(keys)))
             elif isinstance(instruction, ev.StepFailed):
                 out += self.fail(Failure("", f"step {instruction.step}: {instruction.cause}"))
             else:
@@ -309,6 +310,8 @@ class HubCore:
     def _let_in(self) -> Outgoing:
         """Pass on the acquisitions of those that no longer have to give way."""
         out: Outgoing = []
+        if not self._held_back:
+            return out
         for member in [m for m in self._held_back if not self._gives_way(m)]:
             message = self._held_back.pop(member)
             state = self.members[member]

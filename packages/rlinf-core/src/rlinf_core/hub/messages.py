@@ -28,6 +28,9 @@ class ChannelArg:
     writer: str = ""
     portion: int | None = None
     """For inputs: what the plan lets a rank take at once (``None``: everything)."""
+    sole: bool = False
+    """For outputs: one group reads the channel. For inputs: this rank is alone with what it is dealt, and holds no
+    device that others want, so that it may ask for items before it needs them."""
 
 
 @dataclass(frozen=True, slots=True)

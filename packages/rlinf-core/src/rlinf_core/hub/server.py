@@ -24,6 +24,8 @@ DEADLOCK_AFTER_S = 10.0
 STACKS_AFTER_S = 3.0
 LATER_S = 0.02
 """What nobody waits for (``_LATER``) goes with the next message to the same member, or after this."""
+TOGETHER = 32
+"""Or once there are so many of them."""
 _LATER = (Release, Accepted)
 DEVICE_NOTE_S = 60.0
 """A wait for devices is mentioned after this long, and again each time it has doubled."""
@@ -186,8 +188,8 @@ class HubServer:
         for member, message in outgoing:
             connection = self._connections.get(member)
             if connection is not None:
-                connection.queue(codec.pack(message))
-                if not isinstance(message, _LATER):
+                waiting = connection.queue(codec.pack(message))
+                if not isinstance(message, _LATER) or waiting >= TOGETHER:
                     self._unsent[connection] = None
                 elif connection not in self._unsent and connection not in self._later:
                     self._later[connection] = self._loop.call_later(LATER_S, self._now, connection)

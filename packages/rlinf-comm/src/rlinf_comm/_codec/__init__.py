@@ -1,0 +1,1 @@
+"""The parts of ``rlinf_comm.codec``; import that module."""

@@ -1,0 +1,56 @@
+"""Through shared memory of the sender's process: one copy at the sender, none at the receiver.
+
+The ticket is the slot's reference; see ``rlinf_comm.arena`` for how the memory comes back without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rlinf_comm import arena
+from rlinf_comm.errors import NoRoom
+from rlinf_comm.transports.base import Buffer, BufferSpec, Link, Transport
+
+
+class ShmTransport(Transport):
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._arena: arena.Arena = link.shared["arena"]
+
+    @classmethod
+    def unavailable(cls) -> str:
+        return arena.unavailable()
+
+    def offer(self, buffers: Sequence[Buffer]) -> bytes:
+        slot = self._arena.put([b for b in buffers if isinstance(b, memoryview)], (self.link.peer_name,))
+        if slot is None:
+            size = sum(b.nbytes for b in buffers)
+            raise NoRoom(f"no room for {size} bytes of shared memory", me=self.link.my_name, peer=self.link.peer_name)
+        self._arena.release(slot)  # the receiver's hold keeps it
+        return ticket_of(slot, 0)
+
+    def pull(self, ticket: bytes, specs: Sequence[BufferSpec]) -> list[Buffer]:
+        return list(arena.open_slot(ticket[1:], ticket[0]))
+
+    def release(self, ticket: bytes) -> None:
+        withdraw(ticket)
+
+    def close(self, lost: bool) -> None:
+        if lost:
+            self._arena.drop(self.link.peer_name)
+
+
+def ticket_of(slot: arena.Slot, place: int) -> bytes:
+    """What the holder at ``place`` needs to open a slot."""
+    return bytes([place]) + slot.ref
+
+
+def withdraw(ticket: bytes) -> None:
+    """End the hold that a ticket stands for, when its holder does not know of it."""
+    try:
+        arena.open_slot(ticket[1:], ticket[0])  # and let it go again
+    except arena.SlotGone:
+        pass  # it is in use for something else already

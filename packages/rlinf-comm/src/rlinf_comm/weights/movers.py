@@ -1,0 +1,184 @@
+"""What carries manifests and buckets from a source rank to target ranks.
+
+``ControlMover`` sends over point-to-point messages (``rlinf_comm.Communicator`` through ``CommunicatorControl``); on
+one machine a bucket is written once into shared memory and all targets look at it. ``ChannelMover`` sends through a
+flow's channel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+
+from rlinf_comm import arena as shm
+from rlinf_comm.errors import CommError
+from rlinf_comm.weights.local import Packed
+
+if TYPE_CHECKING:
+    from rlinf_comm.communicator import Communicator
+
+Header = dict[str, Any]
+Lost = dict[int, Exception]
+"""Target ranks that could not be reached, with the cause."""
+
+
+@dataclass
+class Payload:
+    """A bucket ready to go: its pieces (where they lie now) and what the mover keeps about it."""
+
+    pieces: list[torch.Tensor]
+    slot: shm.Slot | None = None
+    packed: torch.Tensor | None = None
+
+
+@dataclass
+class Arrived:
+    """A message as it came: the pieces as tensors, or packed in one buffer of bytes, or neither (a manifest)."""
+
+    header: Header
+    pieces: list[torch.Tensor] | None = None
+    packed: torch.Tensor | None = None
+
+
+class Mover(ABC):
+    """One rank's end. A source uses ``pack`` and ``send``, a target ``receive``."""
+
+    concurrent: ClassVar[bool] = False
+    """``receive`` may wait for several sources at once, in threads; a timeout loses nothing."""
+
+    def pack(self, packed: Packed, targets: Sequence[int]) -> Payload:
+        """Make a bucket ready for ``targets``. Here: tensors, copied only where they are converted or have gaps."""
+        return Payload(packed.tensors())
+
+    @abstractmethod
+    def send(self, header: Header, payload: Payload | None, targets: Sequence[int], timeout: float) -> Lost:
+        """Hand a message to each of ``targets``; returns those that could not be reached."""
+
+    @abstractmethod
+    def receive(self, source: int, timeout: float) -> Arrived:
+        """The next message of ``source``, in the order in which it was sent. Raises what the carrier raises when the
+        source is gone or ``timeout`` (seconds) has passed."""
+
+    def discard(self, message: Arrived) -> None:
+        """A message that is not wanted: give back what it holds. The tensors of it must not be used any more."""
+        message.pieces = message.packed = None
+
+
+class Control(Protocol):
+    """Point-to-point messages between ranks, in order per pair, of any Python object that holds tensors. What was sent
+    may be changed once ``send`` has returned."""
+
+    def send(self, obj: Any, target: int, timeout: float) -> None: ...
+
+    def receive(self, source: int, timeout: float) -> Any: ...
+
+    def near(self, target: int) -> bool:
+        """Whether ``target`` can map this process's shared memory."""
+        ...
+
+
+class ControlMover(Mover):
+    """Over point-to-point messages.
+
+    Targets on this machine get a reference to shared memory that the bucket is packed into, written once for all of
+    them; they read it in place, and it is used again when the last of them has dropped its views. Targets elsewhere,
+    and all when the arena has no room, get the packed bytes in the message. Tensors on a device go as they are, by the
+    control's own transports (gpu-only: nccl between devices, by handle on the same one).
+    """
+
+    concurrent = True
+
+    def __init__(self, control: Control, arena: shm.Arena | None = None) -> None:
+        self._control = control
+        self._arena = arena
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def pack(self, packed: Packed, targets: Sequence[int]) -> Payload:
+        if packed.device.type != "cpu":
+            buffer = torch.empty(packed.bucket.nbytes, dtype=torch.uint8, device=packed.device)
+            return Payload(packed.write(buffer), packed=buffer)
+        near = [target for target in targets if self._control.near(target)]
+        slot = None
+        if self._arena is not None and near:
+            slot = self._arena.reserve([packed.bucket.nbytes], [_holder(target) for target in near])
+        if slot is None or self._arena is None:
+            if self._scratch.numel() < packed.bucket.nbytes:
+                self._scratch = torch.empty(packed.bucket.nbytes, dtype=torch.uint8)
+            buffer = self._scratch[: packed.bucket.nbytes]
+            return Payload(packed.write(buffer), packed=buffer)
+        (memory,) = self._arena.read(slot)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        return Payload(packed.write(buffer), slot, buffer)
+
+    def send(self, header: Header, payload: Payload | None, targets: Sequence[int], timeout: float) -> Lost:
+        lost: Lost = {}
+        slot = payload.slot if payload is not None else None
+        try:
+            for target in targets:
+                body: Any = None if payload is None else payload.packed
+                if slot is not None and _holder(target) in slot.holders:
+                    body = (slot.ref, slot.holders.index(_holder(target)))
+                try:
+                    self._control.send((header, body), target, timeout)
+                except (CommError, OSError, EOFError) as error:
+                    lost[target] = error
+        finally:
+            if self._arena is not None:
+                if slot is not None:
+                    self._arena.release(slot)
+                for target in lost:
+                    self._arena.drop(_holder(target))
+        return lost
+
+    def receive(self, source: int, timeout: float) -> Arrived:
+        header, body = self._control.receive(source, timeout)
+        if body is None or isinstance(body, torch.Tensor):
+            return Arrived(header, packed=body)
+        ref, place = body
+        (memory,) = shm.open_slot(ref, place)
+        return Arrived(header, packed=torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _holder(target: int) -> str:
+    return f"weights of target rank {target}"
+
+
+class CommunicatorControl:
+    """A ``Communicator`` as a ``Control``. ``name_of``: a rank of the other side -> its communicator's name."""
+
+    def __init__(self, communicator: Communicator, name_of: Callable[[int], str]) -> None:
+        self._communicator = communicator
+        self._name_of = name_of
+
+    def send(self, obj: Any, target: int, timeout: float) -> None:
+        self._communicator.send(obj, self._name_of(target), timeout=timeout)
+
+    def receive(self, source: int, timeout: float) -> Any:
+        return self._communicator.recv(self._name_of(source), timeout=timeout)
+
+    def near(self, target: int) -> bool:
+        """Known from the manifest on, which makes the connection."""
+        place = self._communicator.place_of(self._name_of(target))
+        return place is not None and place.node == self._communicator.place.node and "shm" in place.capabilities
+
+
+class ChannelMover(Mover):
+    """Through a channel of a flow: one item per message, put once for all its targets. ``channel`` is the task's
+    ``Out`` at a source and its ``In`` at a target."""
+
+    def __init__(self, channel: Any, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+
+    def send(self, header: Header, payload: Payload | None, targets: Sequence[int], timeout: float) -> Lost:
+        item = (header, None if payload is None else payload.pieces)
+        self._channel.broadcast(item, keys=[f"{self._rank}>{target}" for target in targets])
+        return {}
+
+    def receive(self, source: int, timeout: float) -> Arrived:
+        header, pieces = self._channel.get(key=f"{source}>{self._rank}", timeout=timeout)
+        return Arrived(header, pieces)

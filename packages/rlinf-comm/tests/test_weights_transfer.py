@@ -1,0 +1,395 @@
+"""Versions between ranks in threads: values, memory, and every way in which one can be refused or interrupted."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from weights_peers import Queues, parameter, tensors_of, until
+
+from rlinf_comm.arena import Arena, unavailable
+from rlinf_comm.weights import (
+    ChecksumError,
+    ControlMover,
+    LayoutError,
+    MismatchError,
+    Receiver,
+    Sender,
+    StaleVersion,
+    TransferInterrupted,
+    WeightsError,
+    flat,
+    fsdp,
+    fused,
+    replicated,
+    split,
+)
+from rlinf_comm.weights.layout import Layout, Spec
+
+SPECS = {
+    "embed": Spec((17, 8)),
+    "q": Spec((8, 8)),
+    "k": Spec((4, 8)),
+    "v": Spec((4, 8)),
+    "norm": Spec((8,)),
+    "scale": Spec(()),
+    "nothing": Spec((0, 8)),
+    "steps": Spec((3,), "int64"),
+}
+TIED = {"head": "embed"}
+needs_memory = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "there is shared memory")
+
+
+def as_type(dtype: str) -> dict[str, Spec]:
+    return {n: Spec(s.shape, dtype if s.dtype == "float32" else s.dtype) for n, s in SPECS.items()}
+
+
+class Run:
+    """Sources and targets that talk through queues, in shared memory where there is an arena."""
+
+    def __init__(self, source: Layout, target: Layout, arena: Arena | None = None, into: bool = False, **options: Any):
+        self.queues = Queues()
+        self.source, self.target = source, target
+        self.ends = [self.queues.end(rank) for rank in range(len(source.ranks))]
+        views = options.pop("views", False)
+        self.senders = [
+            Sender(rank, source, target, ControlMover(end, arena), **options) for rank, end in enumerate(self.ends)
+        ]
+        self.installed: list[list[tuple[int, dict[str, torch.Tensor]]]] = [[] for _ in target.ranks]
+        self.own = [tensors_of(target, rank, 0) for rank in range(len(target.ranks))]
+        self.receivers = []
+        for rank in range(len(target.ranks)):
+            mover = ControlMover(self.queues.end(rank))
+            if into:
+                self.receivers.append(Receiver(rank, target, mover, into=self.own[rank]))
+            else:
+                keep = self.keeper(rank)
+                self.receivers.append(Receiver(rank, target, mover, install=keep, views=views))
+
+    def keeper(self, rank: int) -> Callable[[int, list[tuple[str, torch.Tensor]]], None]:
+        return lambda version, tensors: self.installed[rank].append((version, dict(tensors)))
+
+    def send(self, version: int) -> None:
+        for rank, sender in enumerate(self.senders):
+            sender.send(version, tensors_of(self.source, rank, version))
+
+    def receive(self, timeout: float = 5.0) -> list[int]:
+        return [receiver.receive(timeout) for receiver in self.receivers]
+
+
+def check(layout: Layout, rank: int, found: dict[str, torch.Tensor], version: int, source: Layout) -> None:
+    """Equal, bit for bit, to the source's values converted once by torch."""
+    for part in layout.ranks[rank].parts:
+        sizes = [high - low for low, high in part.box]
+        name = source.owner(part.parameter)
+        wanted = parameter(source, name, version)[tuple(slice(*r) for r in part.box)]
+        dtype = getattr(torch, layout.parameters[part.parameter].dtype)
+        got = found[part.place].as_strided(sizes, part.strides, found[part.place].storage_offset() + part.offset)
+        assert torch.equal(got, wanted.to(dtype)), (rank, part.parameter)
+    assert found.keys() == layout.ranks[rank].places.keys()
+
+
+SOURCES = {
+    "fsdp": lambda s: fsdp(s, 2, TIED),
+    "flat": lambda s: flat(s, 3, aliases=TIED),
+    "replicated": lambda s: replicated(s, 2, TIED),
+}
+TARGETS = {
+    "whole": lambda s: replicated(s, 2, TIED),
+    "columns": lambda s: split(s, {"embed": 1, "q": 1, "k": 0}, 3, "balanced", TIED),
+    "fused": lambda s: fused(split(s, {"q": 0, "k": 0, "v": 0}, 2, "chunk", TIED), {"qkv": ["q", "k", "v"]}),
+}
+
+
+@pytest.mark.parametrize("source", list(SOURCES))
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("memory", [pytest.param(True, marks=needs_memory), False], ids=["shared", "sent"])
+@pytest.mark.parametrize("into", [True, False], ids=["into", "install"])
+def test_values_arrive_bit_equal_in_increasing_versions(source: str, target: str, memory: bool, into: bool) -> None:
+    arena = Arena(16 << 20) if memory else None
+    run = Run(SOURCES[source](SPECS), TARGETS[target](SPECS), arena, into, bucket_bytes=256, checksum="crc32")
+    for version in (1, 2, 5):
+        run.send(version)
+        assert run.receive() == [version] * len(run.receivers)
+        for rank in range(len(run.receivers)):
+            found = run.own[rank] if into else run.installed[rank][-1][1]
+            check(run.target, rank, found, version, run.source)
+    if not into:
+        assert [[v for v, _ in seen] for seen in run.installed] == [[1, 2, 5]] * len(run.receivers)
+
+
+@pytest.mark.parametrize(("there", "here"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float64", "float16")])
+@pytest.mark.parametrize("into", [True, False], ids=["into", "install"])
+def test_dtypes_are_converted_once_and_integers_never(there: str, here: str, into: bool) -> None:
+    run = Run(fsdp(as_type(there), 2), split(as_type(here), {"q": 1}, 2), None, into, bucket_bytes=300)
+    run.send(1)
+    run.receive()
+    for rank in range(2):
+        check(run.target, rank, run.own[rank] if into else run.installed[rank][-1][1], 1, run.source)
+
+
+@needs_memory
+def test_one_slot_serves_all_targets_and_what_comes_whole_is_not_copied() -> None:
+    arena = Arena(16 << 20)
+    run = Run(replicated(SPECS, 1), replicated(SPECS, 3), arena)
+    run.send(1)
+    assert arena.stats().puts == 1
+    run.receive()
+    pointers = {tensors["embed"].data_ptr() for ((_, tensors),) in run.installed}
+    run.installed[0][0][1]["embed"][3, 3] = 42.0  # against the contract: the others would see it
+    assert all(tensors["embed"][3, 3] == 42.0 for ((_, tensors),) in run.installed)
+    assert len(pointers) == 1
+
+
+@needs_memory
+def test_memory_is_used_again_and_views_hold_theirs() -> None:
+    arena = Arena(16 << 20)
+    run = Run(replicated(SPECS, 1), replicated(SPECS, 2), arena, views=True)
+    reserved = []
+    for version in range(1, 9):
+        run.send(version)
+        run.receive()
+        # The engine points at this version; the one before is not looked at any more.
+        for rank, seen in enumerate(run.installed):
+            check(run.target, rank, seen[-1][1], version, run.source)
+            del seen[:-1]
+        gc.collect()
+        reserved.append(arena.stats().bytes_reserved)
+    assert reserved[-1] == reserved[2]
+    assert arena.stats().lingering == 1
+    for seen in run.installed:
+        seen.clear()
+    run.receivers.clear()
+    gc.collect()
+    assert arena.stats().lingering == 0
+
+
+@needs_memory
+def test_without_room_in_the_arena_bytes_go_in_the_message() -> None:
+    arena = Arena(0)
+    run = Run(replicated(SPECS, 1), replicated(SPECS, 2), arena)
+    run.send(1)
+    assert arena.stats().refused == 1
+    run.receive()
+    check(run.target, 1, run.installed[1][0][1], 1, run.source)
+
+
+def test_assembled_places_use_their_memory_again() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    seen = []
+    for version in (1, 2):
+        run.send(version)
+        run.receive()
+        seen.append(run.installed[0][-1][1]["embed"].data_ptr())
+    assert seen[0] == seen[1]
+    views = Run(fsdp(SPECS, 2), replicated(SPECS, 1), views=True)
+    for version in (1, 2, 3):
+        views.send(version)
+        views.receive()
+        seen.append(views.installed[0][-1][1]["embed"].data_ptr())
+    assert seen[2] != seen[3] and seen[2] == seen[4]
+    check(views.target, 0, views.installed[0][1][1], 2, views.source)  # while version 3 came, 2 was whole
+
+
+def test_a_bucket_that_changed_on_the_way_is_found_and_the_next_version_works() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1), bucket_bytes=256, checksum="crc32")
+    run.send(1)
+    run.receive()
+    count = 0
+
+    def flip(obj: Any) -> Any:
+        nonlocal count
+        header, body = obj
+        if header["kind"] == "bucket":
+            count += 1
+            if count == 2:
+                body = body.clone()
+                body[5] ^= 1
+        return header, body
+
+    run.ends[1].tamper = flip
+    run.send(2)
+    with pytest.raises(
+        ChecksumError, match=r"rank 0: version 2 was interrupted after 1 of \d buckets of rank 1: the crc32"
+    ):
+        run.receive()
+    assert run.receivers[0].version == 1 and [v for v, _ in run.installed[0]] == [1]
+    run.ends[1].tamper = None
+    run.send(3)
+    assert run.receive() == [3]
+    check(run.target, 0, run.installed[0][-1][1], 3, run.source)
+
+
+def test_a_source_that_stops_in_between_is_named() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1), bucket_bytes=256)
+    run.send(1)
+    run.receive()
+    count = 0
+
+    def fail(obj: Any) -> Any:
+        nonlocal count
+        count += obj[0]["kind"] == "bucket"
+        if count == 3 and obj[0]["kind"] == "bucket":
+            raise RuntimeError("out of luck")
+        return obj
+
+    run.ends[0].tamper = fail
+    with pytest.raises(TransferInterrupted, match=r"version 2: rank 0 stopped after 2 of \d buckets: out of luck"):
+        run.senders[0].send(2, tensors_of(run.source, 0, 2))
+    run.senders[1].send(2, tensors_of(run.source, 1, 2))
+    with pytest.raises(
+        TransferInterrupted, match=r"after 2 of \d buckets of rank 0: it stopped: RuntimeError: out of luck"
+    ):
+        run.receive()
+    run.ends[0].tamper = None
+    run.send(3)
+    assert run.receive() == [3]
+    check(run.target, 0, run.installed[0][-1][1], 3, run.source)
+
+
+def test_a_source_that_begins_the_next_version_in_between_is_named_and_that_one_is_taken() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1), bucket_bytes=256)
+    run.ends[1].tamper = None
+    mover = run.senders[1]._mover
+    send, sent = mover.send, []
+
+    def some(header: Any, *rest: Any) -> Any:
+        sent.append(header["kind"])
+        return send(header, *rest) if sent.count("bucket") < 2 else {}
+
+    mover.send = some  # type: ignore[method-assign]
+    run.send(1)
+    mover.send = send  # type: ignore[method-assign]
+    run.send(2)
+    with pytest.raises(
+        TransferInterrupted, match=r"after 1 of \d buckets of rank 1: it began version 2; version -1 stays"
+    ):
+        run.receive()
+    assert run.receive() == [2]
+    check(run.target, 0, run.installed[0][-1][1], 2, run.source)
+
+
+def test_sources_at_different_versions_are_named() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    run.senders[0].send(1, tensors_of(run.source, 0, 1))
+    run.senders[1].send(2, tensors_of(run.source, 1, 2))
+    with pytest.raises(TransferInterrupted, match="version 1 of source rank 0 came with version 2 of source rank 1"):
+        run.receive()
+    run.senders[0].send(2, tensors_of(run.source, 0, 2))
+    assert run.receive() == [2]
+    check(run.target, 0, run.installed[0][-1][1], 2, run.source)
+
+
+def test_a_deadline_names_what_is_missing_and_a_late_version_is_passed_over() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1), bucket_bytes=256)
+    with pytest.raises(TransferInterrupted, match="no new version: its manifest of source rank 0 did not come"):
+        run.receive(0.05)
+    run.senders[0].send(1, tensors_of(run.source, 0, 1))
+    with pytest.raises(TransferInterrupted, match="its manifest of source rank 1 did not come: TimeoutError"):
+        run.receive(0.05)
+    run.senders[1].send(1, tensors_of(run.source, 1, 1))
+    run.send(2)
+    assert run.receive() == [2]
+    check(run.target, 0, run.installed[0][-1][1], 2, run.source)
+
+
+def test_old_versions_are_refused_at_both_ends() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    run.send(3)
+    run.receive()
+    with pytest.raises(StaleVersion, match="rank 0: version 3 comes after version 3 was sent"):
+        run.send(3)
+    again = [Sender(rank, run.source, run.target, ControlMover(end)) for rank, end in enumerate(run.ends)]
+    for rank, sender in enumerate(again):  # a trainer that was started again from an old checkpoint
+        sender.send(2, tensors_of(run.source, rank, 2))
+    with pytest.raises(StaleVersion, match="rank 0: version 2 came, but 3 is in use"):
+        run.receive()
+    run.send(4)
+    assert run.receive() == [4]
+    check(run.target, 0, run.installed[0][-1][1], 4, run.source)
+
+
+def test_sides_that_mean_different_transfers_are_named_before_anything_is_staged() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    run.senders = [Sender(r, run.source, split(SPECS, {"q": 1}, 2), ControlMover(e)) for r, e in enumerate(run.ends)]
+    run.send(1)
+    with pytest.raises(
+        MismatchError, match=r"rank 0: the sender was told another layout of the targets \(\w+\) than this"
+    ):
+        run.receive()
+
+
+def test_a_manifest_that_does_not_fit_the_plan_is_named() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    run.ends[1].tamper = lambda obj: ({**obj[0], "count": 7}, obj[1])
+    run.send(1)
+    with pytest.raises(MismatchError, match="source rank 1 says count 7 of version 1, here it is 1"):
+        run.receive()
+
+
+def test_tensors_are_checked_before_anything_moves() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    good = tensors_of(run.source, 1, 1)
+    for change, message in (
+        ({"q": good["q"].double()}, "rank 1: 'q' is float64, the layout says float32"),
+        ({"q": good["q"][:2]}, r"rank 1: 'q' has shape \(2, 8\), the layout says \(4, 8\)"),
+        ({"q": torch.zeros(8, 4).t()}, r"rank 1: 'q' is not contiguous \(strides \(1, 4\)\)"),
+        ({"extra": good["q"]}, "rank 1: tensor 'extra' is not in the layout"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            run.senders[1].send(1, {**good, **change})
+    with pytest.raises(LayoutError, match="rank 1: tensor 'q' .* is not there"):
+        run.senders[1].send(1, {n: t for n, t in good.items() if n != "q"})
+    assert run.queues.pair(1, 0).empty()
+    with pytest.raises(LayoutError, match="rank 0: 'q' is float64"):
+        Receiver(0, run.target, ControlMover(run.queues.end(0)), into={**run.own[0], "q": run.own[0]["q"].double()})
+
+
+def test_an_install_that_fails_does_not_count() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    failing = True
+
+    def install(version: int, tensors: Any) -> None:
+        if failing:
+            raise RuntimeError("the engine is busy")
+
+    receiver = Receiver(0, run.target, ControlMover(run.queues.end(0)), install=install)
+    run.send(1)
+    with pytest.raises(RuntimeError, match="busy"):
+        receiver.receive(5.0)
+    assert receiver.version == -1
+    with pytest.raises(WeightsError, match="nothing to install"):
+        receiver.commit()
+    failing = False
+    run.send(2)
+    assert receiver.receive(5.0) == 2
+
+
+def test_use_that_makes_no_sense_is_refused() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
+    mover = ControlMover(run.queues.end(0))
+    with pytest.raises(ValueError, match="install="):
+        Receiver(0, run.target, mover)
+    with pytest.raises(ValueError, match="install="):
+        Receiver(0, run.target, mover, into=run.own[0], views=True)
+    with pytest.raises(MismatchError, match="checksum 'md5' is unknown"):
+        Sender(0, run.source, run.target, mover, checksum="md5")
+
+
+def test_a_slow_receiver_holds_nobody_up_and_gets_its_version() -> None:
+    run = Run(fsdp(SPECS, 2), replicated(SPECS, 2))
+    run.send(1)
+    got: list[int] = []
+    begin = threading.Event()
+    slow = threading.Thread(target=lambda: (begin.wait(10), got.append(run.receivers[1].receive(5.0))))
+    slow.start()
+    assert run.receivers[0].receive(5.0) == 1
+    assert got == []
+    begin.set()
+    slow.join(10)
+    assert until(lambda: got == [1])
+    check(run.target, 1, run.installed[1][0][1], 1, run.source)
