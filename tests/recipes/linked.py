@@ -40,7 +40,7 @@ def digest_of(data: dict[str, Any]) -> str:
     found = hashlib.sha256()
     for name, value in sorted(data.items()):
         if isinstance(value, torch.Tensor):
-            raw = bytes(value.contiguous().untyped_storage()) if value.numel() else b""
+            raw = value.to(torch.float64).numpy().tobytes()
             found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode() + raw)
         elif isinstance(value, np.ndarray):
             found.update(f"{name} {value.dtype} {value.shape}".encode() + value.tobytes())

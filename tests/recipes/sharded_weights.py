@@ -1,6 +1,7 @@
-"""A recipe whose trainer has its weights in two parts by rows and whose rollout wants them in three by columns.
+"""A recipe whose trainer has its weights in parts by rows and whose rollout wants them in parts by columns.
 
-Each step trains, publishes and then reads back, on every rollout rank, what is installed there.
+Each step trains, publishes and then looks, on every rollout rank, at what is installed there. On CPUs there are two
+trainer ranks and three rollout ranks; with ``on_devices=true`` as many as the plan has devices for them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ SPECS = {
     "seen": Spec((2,), "int64"),
 }
 TIED = {"head": "embed"}
-TRAINERS, ROLLOUTS = 2, 3
 
 
-def trainer_layout() -> Layout:
-    return fsdp(SPECS, TRAINERS, TIED)
+def trainer_layout(ranks: int) -> Layout:
+    return fsdp(SPECS, ranks, TIED)
 
 
-def rollout_layout() -> Layout:
+def rollout_layout(ranks: int) -> Layout:
     specs = {name: Spec(spec.shape, "bfloat16" if name == "up" else spec.dtype) for name, spec in SPECS.items()}
-    return split(specs, {"embed": 1, "up": 1}, ROLLOUTS, "balanced", TIED)
+    return split(specs, {"embed": 1, "up": 1}, ranks, "balanced", TIED)
 
 
 def value(name: str, version: int) -> Any:
@@ -58,13 +58,12 @@ def part_of(layout: Layout, rank: int, version: int) -> dict[str, Any]:
 @dataclass
 class Settings:
     num_steps: int = 3
+    on_devices: bool = False
 
 
 class Trainer(ShardedWeights):
-    device = False
     collective = True
     process_group = False
-    ranks = TRAINERS
     weight_bucket_bytes = 512
     weight_checksum = "crc32"
 
@@ -72,30 +71,32 @@ class Trainer(ShardedWeights):
         self.version = 0
 
     def weight_layout(self) -> Layout:
-        return trainer_layout()
+        return trainer_layout(self.world_size)
 
     def target_layout(self, targets: int) -> Layout:
-        return rollout_layout()
+        return rollout_layout(targets)
 
     def weight_places(self) -> Mapping[str, Any]:
         return part_of(self.weight_layout(), self.rank, self.version)
 
     @task
     def train(self, orders: In[int]) -> None:
-        for batch in orders.batches():
-            self.version += len(batch) > 0
-        self.version = self.step_index + 1
+        for _ in orders.batches():
+            with self.on_device():
+                self.version = self.step_index + 1
+
+
+class CpuTrainer(Trainer):
+    device = False
+    ranks = 2
 
 
 class Rollout(ShardedWeights):
-    device = False
-    ranks = ROLLOUTS
-
     def setup(self) -> None:
         self.installed: list[tuple[int, dict[str, Any]]] = []
 
     def weight_layout(self) -> Layout:
-        return rollout_layout()
+        return rollout_layout(self.world_size)
 
     def install_weights(self, version: int, weights: Any) -> None:
         self.installed.append((version, {name: tensor.clone() for name, tensor in weights}))
@@ -105,20 +106,27 @@ class Rollout(ShardedWeights):
         """Whether what is installed is, bit for bit, what the step before had."""
         import torch
 
-        orders.put(1)
+        with self.on_device():
+            orders.put(1)
         if self.step_index == 0:
             return {}
         version, found = self.installed[-1]
         expected = part_of(self.weight_layout(), self.rank, self.step_index)
         equal = found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
         versions = [v for v, _ in self.installed]
-        return {"equal": float(equal), "version": version, "increasing": float(versions == list(range(1, version + 1)))}
+        increasing = versions == list(range(1, version + 1))
+        return {"equal": float(equal), "version": version, "increasing": float(increasing), "ranks": self.world_size}
+
+
+class CpuRollout(Rollout):
+    device = False
+    ranks = 3
 
 
 @recipe(schema=Settings)
 def sharded(flow: Flow, cfg: Any) -> None:
-    rollout = flow.group("rollout", Rollout, cfg)
-    trainer = flow.group("trainer", Trainer, cfg)
+    rollout = flow.group("rollout", Rollout if cfg.on_devices else CpuRollout, cfg)
+    trainer = flow.group("trainer", Trainer if cfg.on_devices else CpuTrainer, cfg)
     for step in flow.steps(cfg.num_steps):
         orders = step.channels("orders")
         step.report(rollout.look(orders))

@@ -102,9 +102,24 @@ def test_a_cluster_shows_each_kind_of_node_and_what_lies_between(installed: None
         return {"n1": mine, "n2": mine, "n3": {**mine, "available": ["tcp", "shm"], "missing": {}, "identity": "x"}}
 
     lines = list(section(Ask(on_each_node=ask)))
-    assert "cluster: 3 nodes on 2 machines" in lines
+    assert sum("pairs with accelerators" in line for line in lines) == 3
     assert "on n1, n2:" in lines and "on n3:" in lines and "between n1, n2 and n3:" in lines
     at = lines.index("on n3:")
+    assert lines[0] == "cluster: 3 nodes on 2 machines"
     assert lines[at + 1] == "  transports: shm, tcp"
     assert not any("two nodes" in line for line in lines[at : lines.index("between n1, n2 and n3:")])
     assert lines[lines.index("between n1, n2 and n3:") + 1] == "  processes of two nodes  tcp"
+
+
+def test_accelerators_of_other_nodes_are_shown_though_this_one_has_none(installed: None) -> None:
+    def ask(function: Callable[[], Any]) -> dict[str, Any]:
+        mine = function()
+        full = {**mine, "available": sorted(ALL), "missing": {}, "no_cuda": ""}
+        return {"head": mine, "g1": full, "g2": full}
+
+    lines = list(section(Ask(on_each_node=ask)))
+    here, between = lines.index("on g1, g2:"), lines.index("between g1, g2 and head:")
+    words = [" ".join(line.split()) for line in lines]
+    assert "accelerators of two nodes nccl" in words[here:between]
+    assert "accelerator to host, two nodes tcp by a copy to host memory" in words[between:]
+    assert sum("pairs with accelerators are not shown" in line for line in lines) == 1

@@ -64,6 +64,24 @@ def test_one_gpu_takes_the_handle(tmp_path: Path) -> None:
     assert there == {"host": "cpu", "gpu": "cuda", "turned": "cuda", "empty": "cuda"}
 
 
+def test_a_tensor_that_a_side_stream_still_makes_arrives_whole(tmp_path: Path) -> None:
+    ways = frozenset({"tcp", "shm", "cuda_ipc"})
+    child = subprocess.Popen([sys.executable, "-c", ECHO, str(tmp_path), json.dumps(sorted(ways))])
+    with Communicator("a", b"secret", FileDirectory(tmp_path), timeout=60, capabilities=ways) as comm:
+        x = torch.empty(1 << 22, device="cuda")
+        for k in range(5):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(300):
+                    x.fill_(-1.0)
+                x.fill_(float(k))
+                work = comm.isend({"x": x}, "b")
+            work.wait(60)
+            comm.recv("b")
+            assert bool((comm.recv("b")["x"] == k).all())
+        comm.send(None, "b")
+    assert child.wait(60) == 0
+
+
 def test_without_a_device_way_host_memory_carries_it(tmp_path: Path) -> None:
     there, used = moved(tmp_path, {"tcp", "shm"})
     assert used == {"shm"}

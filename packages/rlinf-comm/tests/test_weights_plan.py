@@ -164,6 +164,14 @@ def test_columns_packed_as_rows_in_a_larger_place() -> None:
     carried_out(plan(source, target, 64), source, target, number(source))
 
 
+def test_a_parameter_that_lies_transposed() -> None:
+    part = Part("w", ((0, 4), (0, 3)), "turned", 0, (1, 4))
+    target = Layout({"w": Spec((4, 3))}, (RankLayout({"turned": Spec((3, 4))}, (part,)),))
+    source = fsdp({"w": Spec((4, 3))}, 2)
+    carried_out(plan(source, target, 64), source, target, number(source))
+    carried_out(plan(target, source, 64), target, source, number(target))
+
+
 @pytest.mark.parametrize(
     ("source", "target", "wire"),
     [

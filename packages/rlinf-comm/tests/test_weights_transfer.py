@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from weights_peers import Queues, parameter, tensors_of, until
 
 from rlinf_comm.arena import Arena, unavailable
 from rlinf_comm.weights import (
+    ChannelMover,
     ChecksumError,
     ControlMover,
     LayoutError,
@@ -25,10 +27,14 @@ from rlinf_comm.weights import (
     flat,
     fsdp,
     fused,
+    grid,
     replicated,
     split,
 )
-from rlinf_comm.weights.layout import Layout, Spec
+from rlinf_comm.weights.checksum import checksum
+from rlinf_comm.weights.copying import copy_all
+from rlinf_comm.weights.layout import Layout, Part, RankLayout, Spec
+from rlinf_core.errors import ChannelPoisoned
 
 SPECS = {
     "embed": Spec((17, 8)),
@@ -89,7 +95,7 @@ def check(layout: Layout, rank: int, found: dict[str, torch.Tensor], version: in
         wanted = parameter(source, name, version)[tuple(slice(*r) for r in part.box)]
         dtype = getattr(torch, layout.parameters[part.parameter].dtype)
         got = found[part.place].as_strided(sizes, part.strides, found[part.place].storage_offset() + part.offset)
-        assert torch.equal(got, wanted.to(dtype)), (rank, part.parameter)
+        assert got.dtype == dtype and torch.equal(got, wanted.to(dtype)), (rank, part.parameter)
     assert found.keys() == layout.ranks[rank].places.keys()
 
 
@@ -176,6 +182,30 @@ def test_without_room_in_the_arena_bytes_go_in_the_message() -> None:
     assert arena.stats().refused == 1
     run.receive()
     check(run.target, 1, run.installed[1][0][1], 1, run.source)
+
+
+def test_a_target_hears_of_a_version_also_when_nothing_comes_from_the_first_source() -> None:
+    stages = {"q": 0, "k": 1, "v": 1}
+    specs = {name: SPECS[name] for name in stages}
+    run = Run(grid(specs, {}, 1, stages, 2), grid(specs, {}, 1, {"q": (0,), "k": 1, "v": 0}, 2))
+    assert [sorted(run.senders[0].plan.for_target(rank)) for rank in range(2)] == [[0, 1], [1]]
+    run.send(1)
+    assert run.receive() == [1, 1]
+    for rank in range(2):
+        check(run.target, rank, run.installed[rank][0][1], 1, run.source)
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["into", "install"])
+def test_a_parameter_that_lies_transposed_is_turned(into: bool) -> None:
+    part = Part("w", ((0, 4), (0, 3)), "turned", 0, (1, 4))
+    turned = Layout({"w": Spec((4, 3))}, (RankLayout({"turned": Spec((3, 4))}, (part,)),))
+    plain = replicated({"w": Spec((4, 3))}, 1)
+    for source, target in ((plain, turned), (turned, plain)):
+        run = Run(source, target, None, into)
+        run.send(1)
+        run.receive()
+        found = run.own[0] if into else run.installed[0][0][1]
+        check(target, 0, found, 1, source)
 
 
 def test_assembled_places_use_their_memory_again() -> None:
@@ -393,3 +423,122 @@ def test_a_slow_receiver_holds_nobody_up_and_gets_its_version() -> None:
     slow.join(10)
     assert until(lambda: got == [1])
     check(run.target, 1, run.installed[1][0][1], 1, run.source)
+
+
+@needs_memory
+def test_an_interruption_gives_the_staged_memory_back_though_its_error_is_kept() -> None:
+    arena = Arena(16 << 20)
+    run = Run(fsdp(SPECS, 1), replicated(SPECS, 1), arena, bucket_bytes=256, checksum="crc32")
+    count = len(run.senders[0].plan.buckets[0])
+
+    def spoil(obj: Any) -> Any:
+        header, body = obj
+        last = header["kind"] == "bucket" and header["index"] == count - 1
+        return ({**header, "checksum": header["checksum"] ^ 1}, body) if last else obj
+
+    run.ends[0].tamper = spoil
+    run.send(1)
+    assert arena.stats().lingering == count
+    with pytest.raises(ChecksumError, match=f"after {count - 1} of {count} buckets") as caught:
+        run.receive()
+    gc.collect()
+    assert caught.value.__traceback__ is not None and arena.stats().bytes_in_use == 0
+    run.ends[0].tamper = None
+    run.send(2)
+    assert run.receive() == [2]
+
+
+@needs_memory
+def test_buckets_that_nobody_took_are_given_back_with_the_next_version() -> None:
+    arena = Arena(16 << 20)
+    run = Run(fsdp(SPECS, 1), replicated(SPECS, 1), arena, into=True, bucket_bytes=256)
+    run.ends[0].tamper = lambda obj: ({**obj[0], "count": 1}, obj[1]) if obj[0]["kind"] == "manifest" else obj
+    run.send(1)
+    with pytest.raises(MismatchError, match="says count 1"):
+        run.receive()
+    assert arena.stats().lingering > 1
+    run.ends[0].tamper = None
+    run.send(2)
+    assert run.receive() == [2]
+    gc.collect()
+    assert arena.stats().bytes_in_use == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_are_exact_whatever_lies_where(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        big = torch.randint(0, 255, (20 << 20,), dtype=torch.uint8)  # several blocks, the last one shorter
+        pairs = [
+            (torch.zeros_like(big)[:-3], big[3:]),
+            (torch.zeros(300, 200), torch.randn(200, 300).t()),
+            (torch.zeros(300, 200, dtype=torch.bfloat16), torch.randn(300, 200)),
+            (torch.zeros(200, 300)[:, 7:107], torch.randn(200, 100)),
+            (torch.zeros(5), torch.randn(5)),
+            (torch.zeros(0), torch.zeros(0)),
+            (torch.zeros(()), torch.tensor(3.0)),
+        ]
+        copy_all(pairs)
+        assert all(torch.equal(target, source.to(target.dtype)) for target, source in pairs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["crc32", "xxh3"])
+def test_checksums_depend_on_every_byte_and_its_place(kind: str) -> None:
+    if kind == "xxh3":
+        pytest.importorskip("xxhash")
+    pieces = [torch.arange(6.0).view(2, 3), torch.tensor([1, 2]), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]
+    value = checksum(kind, pieces)
+    assert value == checksum(kind, [piece.clone() for piece in pieces])
+    changed = [
+        [*pieces[:3], pieces[3] * 2],
+        [pieces[1], pieces[0], *pieces[2:]],
+        pieces[:3],
+        [pieces[0].t(), *pieces[1:]],
+    ]
+    assert all(checksum(kind, other) != value for other in changed)
+
+
+def test_a_checksum_whose_package_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MismatchError, match="the package xxhash is not installed here"):
+        Sender(0, fsdp(SPECS, 1), fsdp(SPECS, 1), ChannelMover(None, 0), checksum="xxh3")
+
+
+class OneChannel:
+    """A flow's channel, as far as a transfer needs it."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, queue.Queue[Any]] = {}
+
+    def broadcast(self, item: Any, keys: list[str]) -> None:
+        for key in keys:
+            self.items.setdefault(key, queue.Queue()).put(item)
+
+    def get(self, key: str, timeout: float) -> Any:
+        return self.items.setdefault(key, queue.Queue()).get(timeout=timeout)
+
+
+def test_a_channel_carries_a_version_one_item_for_each_bucket() -> None:
+    source, target = flat(SPECS, 2), split(SPECS, {"embed": 1}, 2)
+    channel = OneChannel()
+    senders = [Sender(rank, source, target, ChannelMover(channel, rank), bucket_bytes=512) for rank in range(2)]
+    for rank, sender in enumerate(senders):
+        sender.send(1, tensors_of(source, rank, 1))
+    own = [tensors_of(target, rank, 0) for rank in range(2)]
+    for rank in range(2):
+        assert Receiver(rank, target, ChannelMover(channel, rank), into=own[rank]).receive(5.0) == 1
+        check(target, rank, own[rank], 1, source)
+    assert all(items.empty() for items in channel.items.values())
+
+
+def test_an_end_of_the_flow_is_not_taken_for_a_fault_of_the_transfer() -> None:
+    class Ended(OneChannel):
+        def get(self, key: str, timeout: float) -> Any:
+            raise ChannelPoisoned("the trainer failed")
+
+    target = replicated(SPECS, 1)
+    with pytest.raises(ChannelPoisoned, match="the trainer failed"):
+        Receiver(0, target, ChannelMover(Ended(), 0), into=tensors_of(target, 0, 0)).receive(5.0)

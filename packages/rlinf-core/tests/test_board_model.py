@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rlinf_core.board import ANY, Board, Item
+from rlinf_core.board import ANY, DEALS, Board, Item
 from rlinf_core.board import events as ev
 from rlinf_core.board.dealing import DealtQueue
 from rlinf_core.board.entries import DRAINED
@@ -386,7 +386,8 @@ def test_groups_are_never_broken(data: st.DataObject) -> None:
     dropped = data.draw(st.sets(st.sampled_from([m[1] for m in members])) if members else st.just(set()))
     board = Board()
     board.handle(ev.OpenChannel(C, "s", limit))
-    board.handle(ev.AddReader(C, "r", ranks, collective, "group", portion))
+    deal: Any = "shared" if collective else data.draw(st.sampled_from(DEALS), label="deal")
+    board.handle(ev.AddReader(C, "r", ranks, collective, "group", portion, deal=deal))
     board.handle(ev.AddWriter(C, "w[0]#0"))
     board.handle(ev.SealWriters(C))
     shards: dict[int, list[tuple[Item, ...]]] = {rank: [] for rank in range(ranks)}

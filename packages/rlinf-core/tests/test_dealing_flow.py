@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cyclic_workers
 import pytest
 from driving import drive
 
@@ -98,6 +99,15 @@ def two_readers(flow: Flow, cfg: Any) -> None:
         step.report(reader.read(items))
         step.report(together.train(items), reduce="sum")
         sink.take(more)
+        step.join()
+
+
+def fed(flow: Flow, cfg: Any) -> None:
+    reader = flow.group("reader", Reader)
+    for step in flow.steps(1):
+        items = step.channel("items", deal="weight")
+        step.feed(items, range(len(WEIGHTS)), weight=lambda index: WEIGHTS[index])
+        step.report(reader.read(items), reduce="sum")
         step.join()
 
 
@@ -211,6 +221,10 @@ class TestRun:
         for metrics in weight.metrics:
             assert shares(metrics) == [[0, 8], [1, 3, 5], [2, 4, 6, 7]]
 
+    def test_a_feed_has_weights_too(self, tmp_path: Path) -> None:
+        (metrics,) = drive(fed, {}, tmp_path).metrics
+        assert shares(metrics) == [[0, 8], [1, 3, 5], [2, 4, 6, 7]]
+
     def test_shared_loses_and_doubles_nothing(self, tmp_path: Path) -> None:
         (metrics,) = drive(program, {"weights": WEIGHTS, "deal": "shared"}, tmp_path).metrics
         assert sorted(i for share in shares(metrics) for i in share) == list(range(len(WEIGHTS)))
@@ -237,3 +251,13 @@ class TestRun:
         (metrics,) = drive(two_readers, cfg, tmp_path).metrics
         assert metrics["count"] == len(WEIGHTS)
         assert shares(metrics) == [[0, 8], [1, 3, 5], [2, 4, 6, 7]]
+
+
+@pytest.mark.parametrize(("plan", "devices"), [("temporal", 1), ("temporal", 2), ("spatial", 3), ("spatial", 6)])
+@pytest.mark.parametrize("portion", [None, 1, 3])
+def test_a_cycle_with_dealt_and_keyed_channels(tmp_path: Path, plan: str, devices: int, portion: int | None) -> None:
+    """Simulators ask for actions by key, which counts more than whom they were dealt to."""
+    cfg = {"num_steps": 2, "envs": 8, "rounds": 3}
+    deals = {"envs": "round_robin", "observations": "weight", "actions": "round_robin"}
+    found = drive(cyclic_workers.program, cfg, tmp_path, plan=plan, devices=devices, portion=portion, deals=deals)
+    assert [m["total"] for m in found.metrics] == cyclic_workers.expected(cfg)

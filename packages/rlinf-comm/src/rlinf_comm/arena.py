@@ -495,8 +495,9 @@ def open_slot(ref: bytes, holder: int | None = None) -> list[memoryview]:
         raise SlotGone(f"process {pid} has used the slot for something else since")
     if holder is None:
         return [view.copy().data for view in _cut_array(array, offset, sizes)]
-    # Every view refers to this array, whose end is the end of the hold.
-    lent = array[offset : offset + needed]
+    # Every view refers to this array, whose end is the end of the hold. Its base is no array: numpy lets a view of a view
+    # refer to the innermost array, past this one.
+    lent = np.frombuffer(array.data[offset : offset + needed], np.uint8)
     weakref.finalize(lent, _let_go, array, offset + holder).atexit = False
     memory = lent.data
     return _cut(memory, 0, sizes)

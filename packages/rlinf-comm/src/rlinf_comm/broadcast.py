@@ -30,7 +30,7 @@ DATA, REPORT, VERDICT = b"d", b"r", b"v"
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A member's place. ``parent``: empty at the source. ``near``: children that share memory with it, ``far``: others."""
+    """A member's place. ``parent``: empty at the source. ``near``: children that share its memory, ``far``: others."""
 
     parent: str
     near: tuple[str, ...]
@@ -127,7 +127,9 @@ class Broadcast:
 
     def _send(self, child: str, kind: bytes, packet: Packet, tickets: dict[str, bytes] | None = None) -> list[str]:
         flags = packet.flags | frames.COLLECTIVE
-        own = Packet(packet.skeleton, list(packet.buffers), self._key + kind, flags=flags, tickets=tickets)
+        own = Packet(
+            packet.skeleton, list(packet.buffers), self._key + kind, flags=flags, tickets=tickets, work=packet.work
+        )
         try:
             what = f"a broadcast of {packet.nbytes} bytes from {self._source}"
             self._endpoint.peer(child).send(own, self._deadline, confirm=False, what=what)

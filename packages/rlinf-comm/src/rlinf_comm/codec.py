@@ -101,6 +101,8 @@ def decode(skeleton: bytes, buffers: Sequence[Any], *, allow_pickle: bool = Fals
 
 def _flat(buffer: Any) -> Any:
     if type(buffer) is memoryview or isinstance(buffer, (bytes, bytearray)):
+        if type(buffer) is memoryview and buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous:
+            return buffer  # as transports give them
         try:
             return memoryview(buffer).cast("B")
         except (TypeError, ValueError) as error:

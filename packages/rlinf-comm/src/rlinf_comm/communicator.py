@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from rlinf_comm import broadcast, frames
 from rlinf_comm.codec import decode, encode
 from rlinf_comm.connection import Unsendable
+from rlinf_comm.devices import visible_devices, work_on
 from rlinf_comm.endpoint import Endpoint
 from rlinf_comm.errors import CommError
 from rlinf_comm.frames import Arrived, Packet
-from rlinf_comm.selection import Thresholds
+from rlinf_comm.thresholds import thresholds as measured_thresholds
 from rlinf_core.errors import describe
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from rlinf_comm.directory import Directory
     from rlinf_comm.peer import Peer, PeerStats
+    from rlinf_comm.selection import Thresholds
     from rlinf_comm.transports.base import Place
     from rlinf_comm.work import Work
 
@@ -61,9 +63,9 @@ class Communicator:
         max_connections: kept open at once; beyond that the one that has been idle for longest is closed, with notice.
         allow_pickle: objects that the codec has no form for are pickled. Both ends have proved that they know the
             secret before, so that a stranger cannot have anything unpickled here; who knows the secret can.
-        devices: UUIDs of this process's accelerators, by local index.
+        devices: UUIDs of this process's accelerators, by local index (None: those that it sees).
         shm_limit_bytes: most shared memory that this end takes (None: a quarter of what the process may use).
-        thresholds: sizes from which one way is faster than another.
+        thresholds: sizes from which one way is faster than another (None: measured on this machine, or built in).
         capabilities: the transports to use (None: all that work here).
 
     All methods may be called from several threads. After ``fork`` the child has to make its own.
@@ -80,7 +82,7 @@ class Communicator:
         window_bytes: int = WINDOW_BYTES,
         max_connections: int = MAX_CONNECTIONS,
         allow_pickle: bool = True,
-        devices: Sequence[str] = (),
+        devices: Sequence[str] | None = None,
         shm_limit_bytes: int | None = None,
         thresholds: Thresholds | None = None,
         capabilities: frozenset[str] | None = None,
@@ -100,9 +102,9 @@ class Communicator:
             timeout=timeout,
             window_bytes=window_bytes,
             max_connections=max_connections,
-            devices=tuple(devices),
+            devices=visible_devices() if devices is None else tuple(devices),
             shm_limit_bytes=shm_limit_bytes,
-            thresholds=thresholds or Thresholds(),
+            thresholds=thresholds or measured_thresholds(),
             capabilities=capabilities,
         )
 
@@ -157,7 +159,7 @@ class Communicator:
         """The packet, or one that tells the receiver what went wrong, and the error."""
         try:
             skeleton, buffers = encode(obj, allow_pickle=self._allow_pickle, devices=True)
-            packet = Packet(skeleton, list(buffers))
+            packet = Packet(skeleton, list(buffers), work=work_on(buffers))
             if meta is not None:
                 packet.meta, more = encode(meta, allow_pickle=self._allow_pickle)
                 packet.buffers += more

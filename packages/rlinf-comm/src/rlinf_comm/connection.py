@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlinf_comm import frames
+from rlinf_comm.devices import wait_for
 from rlinf_comm.errors import CommError, CommTimeout, FrameError, NoRoom, PeerLost
 from rlinf_comm.frames import HEADER, INLINE, Arrived, Packet, Part
 from rlinf_comm.routing import Router, from_host
@@ -93,6 +94,14 @@ class Connection:
         """The I/O thread has seen its end while somebody else was reading."""
         self.attended = False
         """The I/O thread reads it."""
+        self.quiet = False
+        """The same, for the moment: nobody else does."""
+        self.looked_at = 0
+        """Bytes of a frame's beginning that the I/O thread has left in the stream's buffer."""
+        self.watched = False
+        """The I/O thread looks whether somebody reads it, and reads it if not."""
+        self.turns = 0
+        """How often somebody has read it."""
         self.in_flight = 0
         self.window = theirs.window
         self.slack = min(SLACK_BYTES, theirs.window // 8)
@@ -222,6 +231,7 @@ class Connection:
 
     def _route(self, packet: Packet) -> tuple[list[memoryview], list[int], list[tuple[Transport, Part, list[Buffer]]]]:
         """Which buffers go inline (padded), where each goes, and what the transports move."""
+        wait_for(packet.work)
         inline: list[memoryview] = []
         where = [INLINE] * len(packet.buffers)
         host, device = large(packet.buffers)
@@ -347,7 +357,7 @@ class Connection:
         if self._frame is None:
             fields = HEADER.unpack(stream.need(HEADER.size))
             magic, kind, flags, seq, *lengths = fields
-            if magic != frames.MAGIC or not 1 <= kind <= frames.BYE or max(lengths) > frames.MAX_PART:
+            if magic != frames.MAGIC or not 1 <= kind <= frames.RELEASE or max(lengths) > frames.MAX_PART:
                 raise FrameError(f"{stream.me}: what came from {stream.peer} is no frame")
             whole = HEADER.size + sum(lengths)
             view = stream.need(whole)
@@ -360,6 +370,7 @@ class Connection:
         frame = self._frame
         while frame.pulled < len(frame.parts):
             self._pull(frame, frame.parts[frame.pulled])
+            self._release_there(frame.parts[frame.pulled])
             frame.pulled += 1
         mark = bytes(stream.need(1))
         stream.skip(1)
@@ -402,6 +413,22 @@ class Connection:
             scratch = empty(min(size, _SCRATCH_BYTES))
             pieces = [scratch] * (size // _SCRATCH_BYTES) if size >= _SCRATCH_BYTES else []
             self.stream.read_into([*pieces, scratch[: size - len(pieces) * len(scratch)]])
+
+    def _release_there(self, part: Part) -> None:
+        """The receiver has what it needs of a part, or gives it up."""
+        transport = self._transports.get(part.name)
+        if transport is not None and transport.needs_release:
+            self.control(frames.header(frames.RELEASE, text=part.name.encode() + b"\0" + part.ticket))
+
+    def released(self, text: bytes) -> None:
+        """The peer has released a ticket of ours."""
+        name, _, ticket = text.partition(b"\0")
+        transport = self._transports.get(name.decode(errors="replace"))
+        if transport is not None:
+            try:
+                transport.release(ticket)
+            except Exception:  # a transport's own fault is none of the connection
+                log.exception("%s: releasing a ticket of %s failed", self.stream.me, transport.name)
 
     def _starved(self, deadline: float | None) -> None:
         stream = self.stream

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
@@ -37,3 +39,24 @@ def visible_devices() -> tuple[str, ...]:
     import torch
 
     return tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
+
+
+def work_on(buffers: Iterable[Any]) -> tuple[tuple[Any, Any], ...]:
+    """(device, event) for each CUDA device that a buffer is on: what this thread's current streams have been given.
+
+    Whoever reads the buffers in another thread, on another stream, waits for it first (``wait_for``).
+    """
+    devices = {b.device for b in buffers if not isinstance(b, memoryview) and b.device.type == "cuda"}
+    if not devices:
+        return ()
+    import torch
+
+    return tuple((device, torch.cuda.current_stream(device).record_event()) for device in devices)
+
+
+def wait_for(work: Iterable[tuple[Any, Any]]) -> None:
+    """Let the current streams of this thread wait for the work."""
+    for device, event in work:
+        import torch
+
+        torch.cuda.current_stream(device).wait_event(event)

@@ -29,6 +29,8 @@ class Node:
     missing: Mapping[str, str]
     table: Thresholds
     note: str = ""
+    no_cuda: str = ""
+    """Why it has no accelerator; empty when it has."""
 
     def place(self, node: str, pid: int, devices: tuple[str, ...] = ()) -> Place:
         return Place(node, pid, self.available, devices)
@@ -36,7 +38,8 @@ class Node:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Nodes that are equal in this get the same rows."""
-        return self.available, tuple(sorted(self.missing.items())), self.table.shm_from, self.table.gloo_from
+        missing = tuple(sorted(self.missing.items()))
+        return self.available, missing, self.table.shm_from, self.table.gloo_from, self.no_cuda
 
 
 def this_node() -> dict[str, Any]:
@@ -48,12 +51,13 @@ def this_node() -> dict[str, Any]:
         "missing": unusable(),
         "table": [table.shm_from, table.gloo_from, table.source],
         "note": note,
+        "no_cuda": cuda_missing(),
     }
 
 
 def _node(said: Mapping[str, Any]) -> Node:
     table = Thresholds(*said["table"])
-    return Node(said["identity"], frozenset(said["available"]), said["missing"], table, said["note"])
+    return Node(said["identity"], frozenset(said["available"]), said["missing"], table, said["note"], said["no_cuda"])
 
 
 KINDS: tuple[tuple[str, bool, Summary], ...] = (
@@ -126,12 +130,12 @@ def section(ask: Ask) -> Iterator[str]:
     """The lines of the section."""
     if ask.measure:
         yield from _measure()
+    if ask.on_each_node is not None:
+        yield from _cluster({name: _node(said) for name, said in ask.on_each_node(this_node).items()})
+        return
     here = _node(this_node())
     yield from _describe(here)
-    if ask.on_each_node is None:
-        yield from _table(list(rows(here, here)))
-        return
-    yield from _cluster({name: _node(said) for name, said in ask.on_each_node(this_node).items()})
+    yield from _table(list(rows(here, here)), here.no_cuda)
 
 
 def _measure() -> Iterator[str]:
@@ -161,14 +165,13 @@ def _describe(node: Node) -> Iterator[str]:
         yield f"not used: {node.note}"
 
 
-def _table(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
-    missing = cuda_missing()
-    if missing:
+def _table(lines: Sequence[tuple[str, str]], no_cuda: str) -> Iterator[str]:
+    if no_cuda:
         lines = [line for line in lines if "accelerator" not in line[0]]
     width = max(len(title) for title, _ in lines)
     yield from (f"{title:<{width}}  {takes}" for title, takes in lines)
-    if missing:
-        yield f"pairs with accelerators are not shown: {missing}"
+    if no_cuda:
+        yield f"pairs with accelerators are not shown: {no_cuda}"
 
 
 def _cluster(nodes: Mapping[str, Node]) -> Iterator[str]:
@@ -177,13 +180,20 @@ def _cluster(nodes: Mapping[str, Node]) -> Iterator[str]:
     for name, node in nodes.items():
         alike.setdefault(node.kind, []).append(name)
     groups = [(names, nodes[names[0]]) for names in alike.values()]
+    groups.sort(key=lambda group: bool(group[1].no_cuda))  # rows are read from the first end to the second
     machines = len({node.identity for node in nodes.values()})
-    yield f"cluster: {len(nodes)} nodes on {machines} machines"
+    yield f"cluster: {_count(len(nodes), 'node')} on {_count(machines, 'machine')}"
     for names, node in groups:
         yield f"on {', '.join(names)}:"
         yield from (f"  {line}" for line in _describe(node))
-        yield from (f"  {line}" for line in _table(list(rows(node, node, apart=None if len(names) > 1 else False))))
+        apart = None if len(names) > 1 else False
+        yield from (f"  {line}" for line in _table(list(rows(node, node, apart=apart)), node.no_cuda))
     for i, (names, node) in enumerate(groups):
         for others, other in groups[i + 1 :]:
             yield f"between {', '.join(names)} and {', '.join(others)}:"
-            yield from (f"  {line}" for line in _table(list(rows(node, other, apart=True))))
+            lines = list(rows(node, other, apart=True))
+            yield from (f"  {line}" for line in _table(lines, node.no_cuda and other.no_cuda))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)

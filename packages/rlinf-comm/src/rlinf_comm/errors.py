@@ -33,6 +33,8 @@ def _rebuild(cls: type[CommError], args: tuple[Any, ...], facts: dict[str, Any])
 class PeerLost(CommError):
     """The peer's process or node is gone, or its connection broke: every waiting and later operation on it says so."""
 
+    elsewhere = True
+
 
 class PeerClosed(PeerLost):
     """The peer has closed its communicator in good order and there is nothing left to receive from it."""
@@ -49,6 +51,8 @@ class CommTimeout(CommError, TimeoutError):
 
 class RemoteError(CommError):
     """The other end failed on a message; ``text`` is what it said. The next message works."""
+
+    elsewhere = True
 
     def __init__(self, message: str, *, me: str = "", peer: str = "", text: str = "") -> None:
         super().__init__(message, me=me, peer=peer)

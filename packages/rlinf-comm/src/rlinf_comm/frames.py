@@ -21,9 +21,10 @@ from rlinf_comm.transports.base import Buffer, BufferSpec
 if TYPE_CHECKING:
     from rlinf_comm.connection import Connection
 
-DATA, CREDIT, ACK, FAIL, FLUSH, FLUSHED, LEAVE, BYE = range(1, 9)
+DATA, CREDIT, ACK, FAIL, FLUSH, FLUSHED, LEAVE, BYE, RELEASE = range(1, 10)
 """DATA a message; CREDIT bytes consumed; ACK, FAIL one message was decoded or not; FLUSH, FLUSHED ask and say that all
-so far were; LEAVE this connection is given up (idle), the two go on; BYE the sender is closed."""
+so far were; LEAVE this connection is given up (idle), the two go on; BYE the sender is closed; RELEASE what
+a ticket names is not used any more (the transport's name, a zero byte, the ticket)."""
 CONFIRM, COLLECTIVE, FAILED = 1, 2, 4
 """Flags of DATA: the sender waits for ACK; part of a broadcast; the sender failed (the skeleton is its text)."""
 MAGIC = 0xC317
@@ -51,6 +52,8 @@ class Packet:
     flags: int = 0
     tickets: dict[str, bytes] | None = None
     """Of buffers that are reachable already (a broadcast's slot): transport -> ticket."""
+    work: tuple[tuple[Any, Any], ...] = ()
+    """What the streams of accelerators still do on the buffers (``devices.work_on``)."""
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """The one thread of a communicator: it accepts connections, sees their ends, and helps where nobody else can.
 
-It reads a connection's messages only when they have to come in although nobody waits for them: at the connection's end,
-while it is being given up, and while a writer of this process is blocked. Otherwise who receives reads for himself.
+Who receives reads for himself, without this thread. It reads a connection when nobody has for a moment (so that what
+comes is taken in, up to the window, and questions are answered), at the connection's end, and while a writer of this
+process is blocked.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ log = logging.getLogger("rlinf.comm")
 
 MAX_STRANGERS = 128
 """Connections that have not proved themselves; one more, and the oldest of them is closed."""
+QUIET_S = 0.05
+"""A connection that nobody has read for this long is read here when something comes."""
 PAUSE_S = 0.1
 """Nothing is accepted for so long when there is no file descriptor left for it."""
 _HANGUP = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR | select.EPOLLONESHOT
@@ -55,6 +58,9 @@ class IoThread:
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[int, _Stranger] = {}
         self._helping = 0
+        self._watched: dict[Connection, int] = {}
+        """Connections that somebody has read lately -> how often, at the last look."""
+        self._look_at = 0.0
         self._paused_until = 0.0
         self._spare = forks.make_descriptor(lambda: os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         self._stop = False
@@ -87,7 +93,12 @@ class IoThread:
     def attend(self, conn: Connection) -> None:
         """Read the connection from now on."""
         conn.attended = True
-        self.soon(lambda: self._arm(conn))
+        self.soon(lambda: self._attend(conn, select.EPOLLIN))
+
+    def watch(self, conn: Connection) -> None:
+        """Somebody reads the connection now and then: look when that has stopped."""
+        conn.watched = True
+        self.soon(lambda: self._watch(conn))
 
     def want(self, conn: Connection) -> None:
         """Write what is owed on the connection when it can be written."""
@@ -148,6 +159,8 @@ class IoThread:
         times = [s.deadline for s in self._strangers.values()]
         if self._paused_until:
             times.append(self._paused_until)
+        if self._watched:
+            times.append(self._look_at)
         return max(0.0, min(times) - now) if times else -1
 
     def _handle(self, fd: int, events: int) -> None:
@@ -172,8 +185,34 @@ class IoThread:
                 job = self._jobs.popleft()
             job()
 
+    def _watch(self, conn: Connection) -> None:
+        if not self._watched:
+            self._look_at = time.monotonic() + QUIET_S
+        self._watched[conn] = conn.turns
+
+    def _look_at_readers(self) -> None:
+        for conn, turns in list(self._watched.items()):
+            if conn.turns != turns:
+                self._watched[conn] = conn.turns
+            else:
+                del self._watched[conn]
+                conn.watched = False
+                if not conn.reading:  # else its reader has it watched again when it is done
+                    conn.quiet = True
+                    self._arm(conn)
+                    self._read_rest(conn)
+
+    def _read_rest(self, conn: Connection) -> None:
+        """What has been taken from the socket already, and not looked at, gives no event."""
+        if conn.stream.buffered not in (0, conn.looked_at):
+            self._attend(conn, select.EPOLLIN)
+            conn.looked_at = conn.stream.buffered  # the beginning of a frame may stay for long
+
     def _look_at_clock(self) -> None:
         now = time.monotonic()
+        if self._watched and now >= self._look_at:
+            self._look_at = now + QUIET_S
+            self._look_at_readers()
         if self._paused_until and now >= self._paused_until:
             self._paused_until = 0.0
             for fd in self._listeners:
@@ -194,7 +233,7 @@ class IoThread:
 
     def _mask(self, conn: Connection) -> int:
         mask = _HANGUP
-        if conn.attended or self._helping:
+        if conn.attended or conn.quiet or self._helping:
             mask |= select.EPOLLIN
         if conn.owes:
             mask |= select.EPOLLOUT
@@ -209,6 +248,7 @@ class IoThread:
     def _arm_all(self) -> None:
         for conn in list(self._connections.values()):
             self._arm(conn)
+            self._read_rest(conn)
 
     def _attend(self, conn: Connection, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -216,12 +256,15 @@ class IoThread:
         if events & ~select.EPOLLOUT:
             if events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
                 conn.hangup = True
+            if conn.quiet and conn.reading:
+                conn.quiet = False  # its reader has it watched again when it is done
             if not conn.peer.take_token(conn):
                 if conn.attended or conn.hangup:
                     conn.hangup = True  # whoever reads it now hands it back afterwards
                 return
             conn.hangup = False
             conn.peer.read_available(conn)
+            conn.quiet = False  # reading has it watched again
         if not conn.eof:
             self._arm(conn)
 

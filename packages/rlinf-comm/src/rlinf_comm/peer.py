@@ -187,8 +187,11 @@ class Peer:
 
     def _free_token(self, conn: Connection) -> None:
         conn.reading = False
+        conn.turns += 1
         if self.waiters:
             self.cond.notify_all()
+        if not conn.watched and not conn.eof:
+            self.endpoint.io.watch(conn)
         if conn.hangup and not conn.eof:
             self.endpoint.io.attend(conn)
 
@@ -223,6 +226,8 @@ class Peer:
                 conn.control(frames.header(frames.FLUSHED, number))
             else:
                 self.flushes.append((upto, number))
+        elif kind == frames.RELEASE:
+            conn.released(text)
         elif kind == frames.LEAVE:
             conn.leaving = conn.gave_up = True
             self.endpoint.io.attend(conn)
@@ -420,6 +425,7 @@ class Peer:
         self.raise_failure()
         upto = self.sent
         if not upto:
+            self.check()
             return
         try:
             conn = self.connected(deadline)

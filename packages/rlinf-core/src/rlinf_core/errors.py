@@ -11,7 +11,12 @@ from difflib import get_close_matches
 
 
 class RLinfError(Exception):
-    """Base class of all errors raised by the project on purpose."""
+    """Base class of all errors raised by the project on purpose.
+
+    ``elsewhere``: most likely another process has failed or died, and that, not this, is what the run fails of.
+    """
+
+    elsewhere: bool = False
 
 
 class ConfigError(RLinfError, ValueError):
@@ -43,7 +48,9 @@ class ChannelError(RLinfError):
 
 
 class PeerLost(ChannelError):
-    """The process that holds an item is gone: most likely that, and not this, is what the run fails of."""
+    """The process that holds an item is gone."""
+
+    elsewhere = True
 
 
 class ChannelClosed(ChannelError):

@@ -211,11 +211,21 @@ class Step:
             dealt = dict(self._flow.deals[name])
         return self._open(name, dealt)
 
-    def feed(self, channel: ChannelRef, items: Feed, *, key: Callable[[Any], Any] | None = None) -> None:
-        """Put items on a channel from the driver, in the background. ``items`` is an iterable or makes one."""
+    def feed(
+        self,
+        channel: ChannelRef,
+        items: Feed,
+        *,
+        key: Callable[[Any], Any] | None = None,
+        weight: Callable[[Any], float] | None = None,
+    ) -> None:
+        """Put items on a channel from the driver, in the background. ``items`` is an iterable or makes one.
+
+        ``key`` and ``weight`` say of an item what ``Out.put`` takes (no key and weight 1 without them).
+        """
         if not isinstance(channel, ChannelRef):
             raise TraceError(f"step.feed() takes a channel of this step, got a {type(channel).__name__}")
-        self._feed(channel, items, key)
+        self._feed(channel, items, key, weight)
 
     def report(self, handle: Any, reduce: str = "mean") -> None:
         """Merge the metrics (a dict of numbers) that a call returns into the step's; ranks by ``mean`` or ``sum``."""
@@ -230,7 +240,13 @@ class Step:
     def _open(self, name: str, deal: Mapping[str, str]) -> ChannelRef:
         raise AssertionError("implemented by the traced and the live step")
 
-    def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
+    def _feed(
+        self,
+        channel: ChannelRef,
+        items: Feed,
+        key: Callable[[Any], Any] | None,
+        weight: Callable[[Any], float] | None,
+    ) -> None:
         raise AssertionError("implemented by the traced and the live step")
 
     def _report(self, handle: Any, reduce: str) -> None:
@@ -322,7 +338,13 @@ class TraceStep(Step):
         self.record.open(name, deal)
         return ChannelRef(name, self.full_name)
 
-    def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
+    def _feed(
+        self,
+        channel: ChannelRef,
+        items: Feed,
+        key: Callable[[Any], Any] | None,
+        weight: Callable[[Any], float] | None,
+    ) -> None:
         self.record.feeds.append(channel.name)
 
     def _report(self, handle: Any, reduce: str) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 from rlinf_core.board import events as ev
 from rlinf_core.callstats import DeviceMemory
 from rlinf_core.channel import Clock, Endpoint, Sections, Writer
-from rlinf_core.errors import Cancelled, ChannelPoisoned, PeerLost, RLinfError, describe
+from rlinf_core.errors import Cancelled, ChannelPoisoned, RLinfError, describe
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import (
     Acquire,
@@ -50,6 +50,7 @@ from rlinf_core.hub.messages import (
 )
 from rlinf_core.links import SOCKET, LinkLoader
 from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
+from rlinf_core.peers import HubDirectory, Peer, peer_secret
 from rlinf_core.reader import Reader
 from rlinf_core.types import ParallelInfo
 from rlinf_core.worker import Worker
@@ -135,6 +136,7 @@ class _Context:
         self.slots = spec.slots
         self.step = ""
         self.step_index = 0
+        self.peer = Peer(spec.member, spec.address, peer_secret(spec.secret), HubDirectory(host.client))
         self._host = host
 
     @contextmanager
@@ -317,12 +319,13 @@ class Host(Sections):
                 )
         except BaseException as cause:  # whatever ends a task is named: nothing may end this process in silence
             ok, text = False, _trimmed_traceback()
-            if isinstance(cause, PeerLost):
-                self.client.await_cancel(CAUSE_WAIT_S)  # the hub is about to say who died
+            elsewhere = isinstance(cause, RLinfError) and cause.elsewhere
+            if elsewhere:
+                self.client.await_cancel(CAUSE_WAIT_S)  # the hub is about to say who failed or died
             error = f"the task called sys.exit({cause.code!r})" if isinstance(cause, SystemExit) else describe(cause)
             stopped = isinstance(cause, Cancelled) and self.client.cancelled is not None
             secondary = stopped or (isinstance(cause, ChannelPoisoned) and cause.by_hub)
-            secondary = secondary or (isinstance(cause, PeerLost) and self.client.cancelled is not None)
+            secondary = secondary or (elsewhere and self.client.cancelled is not None)
         self._release_devices()
         end = start + (time.perf_counter() - began)
         aside = self.clock.aside - aside_before

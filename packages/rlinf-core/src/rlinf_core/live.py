@@ -137,12 +137,18 @@ class LiveStep(Step):
         """The groups that read a channel of this step."""
         return {self._traced.calls[r].group: None for r in self._traced.readers(name)}
 
-    def _feed(self, channel: ChannelRef, items: Feed, key: Callable[[Any], Any] | None) -> None:
+    def _feed(
+        self,
+        channel: ChannelRef,
+        items: Feed,
+        key: Callable[[Any], Any] | None,
+        weight: Callable[[Any], float] | None,
+    ) -> None:
         index = len(self._record.feeds)
         self._record.feeds.append(channel.name)
         self._expect("feeds", index)
         make: Callable[[], Iterable[Any]] = items if callable(items) else lambda: items
-        self._runtime.feed(channel.full_name, f"driver#feed{index}", make, key)
+        self._runtime.feed(channel.full_name, f"driver#feed{index}", make, key, weight)
 
     def _report(self, handle: Any, reduce: str) -> None:
         if not isinstance(handle, Handle):

@@ -388,7 +388,12 @@ class Runtime:
         return state, calls
 
     def feed(
-        self, channel: str, writer: str, items: Callable[[], Iterable[Any]], key: Callable[[Any], Any] | None
+        self,
+        channel: str,
+        writer: str,
+        items: Callable[[], Iterable[Any]],
+        key: Callable[[Any], Any] | None,
+        weight: Callable[[Any], float] | None = None,
     ) -> None:
         """Put items on a channel from a thread of the driver; a fault in the user's iterable fails the step by name."""
         out = Writer(self._endpoint, ChannelArg(channel, "out", writer))
@@ -402,7 +407,8 @@ class Runtime:
                 chunk = FEED_CHUNK if isinstance(given, Sequence) else 1
                 iterator = iter(given)
                 while part := list(itertools.islice(iterator, chunk)):
-                    out.put_many(part, [None if key is None else key(item) for item in part])
+                    weights = None if weight is None else [weight(item) for item in part]
+                    out.put_many(part, [None if key is None else key(item) for item in part], weights)
                 out.close()
             except Cancelled:
                 return  # the run is being stopped and its cause is known

@@ -21,6 +21,8 @@ from rlinf_core.types import ParallelInfo
 if TYPE_CHECKING:
     import torch
 
+    from rlinf_core.peers import Peer
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -152,6 +154,7 @@ class WorkerContext(Protocol):
     slots: int | None
     step: str
     step_index: int
+    peer: Peer
 
     def on_device(self) -> AbstractContextManager[None]: ...
 
@@ -223,6 +226,11 @@ class Worker:
     @property
     def step_index(self) -> int:
         return self._ctx.step_index
+
+    @property
+    def peer(self) -> Peer:
+        """What this rank needs to talk to others of the run beside channels (see ``rlinf_comm.communicator_of``)."""
+        return self._ctx.peer
 
     @property
     def log(self) -> logging.Logger:

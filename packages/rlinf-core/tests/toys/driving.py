@@ -64,6 +64,7 @@ def drive(
     debug: bool = True,
     stall_timeout_s: float = 60.0,
     max_items: int = 1000,
+    max_bytes: int = 1 << 30,
     kept: Kept | None = None,
     deals: dict[str, Any] | None = None,
 ) -> Kept:
@@ -94,7 +95,7 @@ def drive(
                 seed=0,
                 run_dir=run_dir,
                 max_items=max_items,
-                max_bytes=1 << 30,
+                max_bytes=max_bytes,
                 listener=kept,
                 deals=deals,
             )

@@ -133,29 +133,8 @@ class Decoder:
 
     def array(self, node: list[Any]) -> np.ndarray[Any, Any]:
         _, number, spec, shape, *lies = node
-        return self.elements(number, dtypes.numpy_dtype(spec), shape, lies, writable=False)
-
-    def elements(
-        self, number: Any, dtype: np.dtype[Any], shape: Any, lies: list[Any], *, writable: bool
-    ) -> np.ndarray[Any, Any]:
-        """An array over buffer ``number``. ``lies``: nothing, or offset and strides in bytes."""
-        if number == f.NOTHING:
-            if 0 not in shape:
-                raise CodecError(f"a tensor or array of shape {shape} has no buffer")
-            return np.empty(shape, dtype)
-        buffer = self.take(number)
-        if writable and buffer.readonly:
-            buffer = self.own(number, buffer)
-        if not lies:
-            # numpy refuses what is negative, too large to count, or larger than the buffer; one -1 it works out.
-            array = np.ndarray(shape, dtype, buffer)
-            if array.nbytes != buffer.nbytes or -1 in shape:
-                raise CodecError(f"buffer {number} has {buffer.nbytes} bytes, the skeleton says {array.nbytes}")
-            return array
-        offset, strides = lies
-        if not memory.reach(shape, offset, strides, dtype.itemsize, buffer.nbytes):
-            raise CodecError(f"a view of buffer {number} reaches beyond its {buffer.nbytes} bytes")
-        return np.ndarray(shape, dtype, buffer, offset, strides)
+        dtype = dtypes.numpy_dtype(spec)
+        return _nothing(shape, dtype) if number == f.NOTHING else _elements(self.take(number), dtype, shape, lies)
 
     def own(self, number: int, buffer: memoryview) -> memoryview:
         """A writable copy: torch has no read-only tensors. One for all views of the buffer."""
@@ -169,12 +148,18 @@ class Decoder:
         if known is None:
             raise CodecError(f"the skeleton asks for a tensor of dtype {name}")
         dtype, counted, stand_in = known
-        if number != f.NOTHING and type(self.at(number)) is not memoryview:
-            tensor = self.on_device(number, dtype, shape, lies)
+        if number == f.NOTHING:
+            tensor = _torch.from_numpy(_nothing(shape, counted))
         else:
-            tensor = _torch.from_numpy(self.elements(number, counted, shape, lies, writable=True))
-            if stand_in is not None:
-                tensor = tensor.view(dtype)
+            buffer = self.at(number)
+            if type(buffer) is memoryview:
+                if buffer.readonly:
+                    buffer = self.own(number, buffer)
+                tensor = _torch.from_numpy(_elements(buffer, counted, shape, lies))
+            else:
+                tensor, stand_in = self.on_device(number, dtype, shape, lies), None
+        if stand_in is not None:
+            tensor = tensor.view(dtype)
         if not flags:
             return tensor
         if type(flags) is not int or flags > f.REQUIRES_GRAD | f.PARAMETER:
@@ -283,6 +268,26 @@ class Decoder:
         from rlinf_comm._codec import pickled
 
         return pickled.decode(self, node[1:])
+
+
+def _nothing(shape: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    if 0 not in shape:
+        raise CodecError(f"a tensor or array of shape {shape} has no buffer")
+    return np.empty(shape, dtype)
+
+
+def _elements(buffer: memoryview, dtype: np.dtype[Any], shape: Any, lies: list[Any]) -> np.ndarray[Any, Any]:
+    """An array over ``buffer``. ``lies``: nothing, or offset and strides in bytes."""
+    if not lies:
+        # numpy refuses what is negative, too large to count, or larger than the buffer; one -1 it works out.
+        array = np.ndarray(shape, dtype, buffer)
+        if array.nbytes != buffer.nbytes or -1 in shape:
+            raise CodecError(f"a buffer has {buffer.nbytes} bytes, the skeleton says {array.nbytes}")
+        return array
+    offset, strides = lies
+    if not memory.reach(shape, offset, strides, dtype.itemsize, buffer.nbytes):
+        raise CodecError(f"a view of a buffer reaches beyond its {buffer.nbytes} bytes")
+    return np.ndarray(shape, dtype, buffer, offset, strides)
 
 
 _torch: Any = None

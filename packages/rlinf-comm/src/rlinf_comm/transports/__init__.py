@@ -17,6 +17,9 @@ _BUILT_IN = {
     "inproc": "rlinf_comm.transports.inproc:InprocTransport",
     "shm": "rlinf_comm.transports.shm:ShmTransport",
     "tcp": "rlinf_comm.transports.tcp:TcpTransport",
+    "gloo": "rlinf_comm.transports.gloo:GlooTransport",
+    "nccl": "rlinf_comm.transports.nccl:NcclTransport",
+    "cuda_ipc": "rlinf_comm.transports.cuda_ipc:CudaIpcTransport",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from rlinf_comm.weights.errors import MismatchError
 
 KINDS = ("none", "crc32", "xxh3")
-"""``crc32`` is Python's own; ``xxh3`` needs the package ``xxhash`` on both sides and is several times as fast."""
+"""``crc32`` is Python's own; ``xxh3`` needs the package ``xxhash`` on both sides and is three times as fast."""
 
 
 def check_kind(kind: str) -> None:
@@ -20,7 +20,9 @@ def check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise MismatchError(f"checksum {kind!r} is unknown; there are {', '.join(KINDS)}")
     if kind == "xxh3" and importlib.util.find_spec("xxhash") is None:
-        raise MismatchError("checksum 'xxh3': the package xxhash is not installed here; use 'crc32'")
+        raise MismatchError(
+            "checksum 'xxh3': the package xxhash is not installed here (rlinf-comm[checksum]); 'crc32' needs nothing"
+        )
 
 
 def checksum(kind: str, pieces: Sequence[torch.Tensor]) -> int:

@@ -64,7 +64,9 @@ class Packed:
 
     @property
     def device(self) -> torch.device:
-        return self._pieces[0][0].device
+        """The accelerator that has a piece, if any."""
+        devices = [piece.device for piece, _ in self._pieces]
+        return next((device for device in devices if device.type != "cpu"), devices[0])
 
     def write(self, out: torch.Tensor) -> list[torch.Tensor]:
         """Copy all pieces to their places in ``out`` (bytes), converting on the way; returns the copies."""
@@ -121,7 +123,7 @@ class Staging:
             if self._is_whole(landing, move):
                 self._direct[landing.place] = piece.view(self._places[landing.place].shape)
             else:
-                block = self._block(landing.place)
+                block = self._block(landing.place, piece.device)
                 pairs.append((piece_of(block, move.box, landing.offset, landing.strides), piece))
         copy_all(pairs)
 
@@ -136,11 +138,12 @@ class Staging:
         place = self._places[landing.place]
         return move.wire == place.dtype and _fills(landing, move, place.shape)
 
-    def _block(self, name: str) -> torch.Tensor:
+    def _block(self, name: str, device: torch.device | None = None) -> torch.Tensor:
+        """Memory to put a place together in, on the device where its first piece is."""
         with self._lock:
             if name not in self._memory:
                 spec = self._places[name]
-                self._memory[name] = torch.zeros(spec.shape, dtype=dtype_of(spec.dtype))
+                self._memory[name] = torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=device)
             return self._memory[name]
 
 

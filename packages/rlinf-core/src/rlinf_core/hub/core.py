@@ -26,15 +26,19 @@ from rlinf_core.hub.messages import (
     Died,
     Failure,
     Feeding,
+    Found,
     Goodbye,
     Granted,
     Hello,
     Log,
+    Lookup,
     Offload,
     Offloaded,
+    Publish,
     Release,
     ReleaseDevices,
     Stacks,
+    Withdraw,
 )
 from rlinf_core.payload import Descriptor
 
@@ -81,6 +85,8 @@ class HubCore:
         self._alternating: dict[str, tuple[str, ...]] = {}
         self._held_back: dict[str, Acquire] = {}
         """Acquisitions that are not passed to the lock yet, by member."""
+        self._published: dict[str, bytes] = {}
+        self._lookups: dict[tuple[str, int], str] = {}
         self._regaining: dict[tuple[str, int], tuple[tuple[str, int], Any]] = {}
         """(replica, rank) -> the request and the answer it gets once it is in its section again."""
 
@@ -106,6 +112,8 @@ class HubCore:
             return self._board(member, message.event, inside=True)
         if isinstance(message, Acquire | ReleaseDevices | Offloaded):
             return self._device(member, message)
+        if isinstance(message, Publish | Lookup | Withdraw):
+            return self._directory(member, message)
         if isinstance(message, Blocked):
             return self._blocked(member, message.req)
         if isinstance(message, Call):
@@ -128,6 +136,30 @@ class HubCore:
         if isinstance(message, Cancel):
             return [(m, message) for m in self.members if m != DRIVER]
         raise TypeError(f"unknown message {type(message).__name__} from {member}")
+
+    # The run's directory
+
+    def _directory(self, member: str, message: Publish | Lookup | Withdraw) -> Outgoing:
+        if isinstance(message, Publish):
+            self._published[message.key] = message.value
+            waiting = [req for req, key in self._lookups.items() if key == message.key]
+            return [one for req in waiting for one in self._found(req, message.value)]
+        if isinstance(message, Withdraw):
+            return self._found(message.req, None) if message.req in self._lookups else []
+        if message.key in self._published:
+            return [(member, Found(message.req, self._published[message.key]))]
+        self._lookups[message.req] = message.key
+        if message.req[1] >= 0 and (state := self.members.get(member)) is not None:
+            state.waits[message.req] = f"{message.key!r} in the run's directory"
+        return self._idle(member)
+
+    def _found(self, req: tuple[str, int], value: bytes | None) -> Outgoing:
+        del self._lookups[req]
+        state = self.members.get(req[0])
+        if state is None:
+            return []
+        state.waits.pop(req, None)
+        return [(req[0], Found(req, value))]
 
     # Calls
 
@@ -175,6 +207,7 @@ class HubCore:
 
     def _lost(self, member: str) -> Outgoing:
         state = self.members.pop(member, None)
+        self._lookups = {req: key for req, key in self._lookups.items() if req[0] != member}
         if state is None or state.leaving or member == DRIVER:
             return []
         out: Outgoing = [(DRIVER, Died(member, state.describe()))]
@@ -363,9 +396,9 @@ class HubCore:
                 continue
             lines.append(f"  {name}: {state.describe()}")
             for req, what in state.waits.items():
-                if what != "devices":
+                if what != "devices" and req not in self._lookups:
                     lines.append(f"    {self.board.explain_request(req)}")
-                elif self.lock is not None and name in self.lock_replica:
+                elif what == "devices" and self.lock is not None and name in self.lock_replica:
                     lines.append(f"    {self.lock.explain(self.lock_replica[name][0])}")
         return "\n".join(lines)
 

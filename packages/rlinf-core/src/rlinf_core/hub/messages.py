@@ -116,6 +116,37 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Publish:
+    """Write ``value`` under ``key`` into the run's directory, in place of what was there."""
+
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is under ``key``; answered by ``Found`` once there is something."""
+
+    req: tuple[str, int]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """``value`` is ``None`` for a lookup that was withdrawn."""
+
+    req: tuple[str, int]
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """The asker of a lookup does not wait any longer. Answered by ``Found``, unless that is under way."""
+
+    req: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Payloads that nobody will fetch any more."""
 
