@@ -59,6 +59,7 @@ def part_of(layout: Layout, rank: int, version: int) -> dict[str, Any]:
 class Settings:
     num_steps: int = 3
     on_devices: bool = False
+    fail_at: int = -1
 
 
 class Trainer(ShardedWeights):
@@ -77,6 +78,8 @@ class Trainer(ShardedWeights):
         return rollout_layout(targets)
 
     def weight_places(self) -> Mapping[str, Any]:
+        if self.cfg.fail_at == self.step_index and self.rank == 1:
+            raise RuntimeError("the weights are not finite")
         return part_of(self.weight_layout(), self.rank, self.version)
 
     @task

@@ -8,6 +8,7 @@ import pickle
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 
@@ -183,6 +184,10 @@ class Open:
     def __post_init__(self) -> None:
         self.twice = torch.full((2,), 2.0 * self.number)
 
+    @cached_property
+    def thrice(self) -> int:
+        return 3 * self.number
+
 
 @dataclass
 class Table(dict):  # type: ignore[type-arg]
@@ -199,8 +204,10 @@ class Color(enum.StrEnum):
 
 
 def test_attributes_beside_the_fields_come_along() -> None:
-    back = round_trip(Open(3))
-    assert (back.number, back.twice.tolist()) == (3, [6.0, 6.0])
+    sent = Open(3)
+    assert sent.thrice == 9  # kept in the object from now on
+    back = round_trip(sent)
+    assert (back.number, back.twice.tolist(), vars(back)["thrice"]) == (3, [6.0, 6.0], 9)
     unset = Open.__new__(Open)
     with pytest.raises(CodecError, match=r"at \.number: the field is not set"):
         encode(unset)
@@ -252,6 +259,7 @@ class Vector(torch.Tensor):
         ({1: (0, np.array(["a"], dtype=np.dtypes.StringDType()))}, "[1][1]", "StringDType"),
         ([torch.ones(1, requires_grad=True) * 2], "[0]", "detach"),
         ([torch.eye(2).to_sparse()], "[0]", "torch.sparse_coo"),
+        ({2**100_000: Fraction(1, 2)}, "[<int: ValueError>]", "Fraction"),
         (deque([Text("a")]), "[0]", "come back as str"),
         ([torch.ones(1).as_subclass(Vector)], "[0]", "come back as Tensor"),
         (np.ma.masked_array([1.0]), "the top", "come back as ndarray"),
@@ -271,6 +279,12 @@ def test_what_cannot_be_sent_is_named_with_its_place(obj: object, where: str, wh
 def test_quantised_tensors_are_refused_by_name() -> None:
     with pytest.raises(CodecError, match=r"torch\.qint8"):
         encode(torch._empty_affine_quantized([2], scale=1.0, zero_point=0, dtype=torch.qint8))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused() -> None:
+    with pytest.raises(CodecError, match="a nested tensor cannot be sent"):
+        encode([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
 
 
 def test_a_class_that_the_reader_could_not_find_is_refused() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlinf_comm import CodecError, decode, encode
 
@@ -82,7 +84,7 @@ def test_columns_of_one_matrix_are_its_region() -> None:
 def test_views_that_would_bring_more_than_they_are_go_alone() -> None:
     matrix = torch.arange(400.0).view(20, 20)
     back, received = inbox([matrix[:, 0], matrix[:, 1], matrix[:2]])
-    assert sorted(map(len, received)) == [80, 80, 160]
+    assert [len(buffer) for buffer in received] == [80, 80, 160]
     for mine, theirs in zip(back, [matrix[:, 0], matrix[:, 1], matrix[:2]], strict=True):
         assert torch.equal(mine, theirs)
 
@@ -167,3 +169,54 @@ def test_device_tensors_stand_among_the_buffers_when_asked_for() -> None:
     assert torch.equal(back["host"], host)
     with pytest.raises(CodecError, match="skeleton says shape"):
         decode(skeleton, [torch.empty(5, device="meta") if isinstance(b, torch.Tensor) else b for b in buffers])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_tied_tensors_on_a_gpu_are_one_buffer() -> None:
+    base = torch.arange(24, device="cuda", dtype=torch.float16).view(4, 6)
+    host = torch.ones(3)
+    sent = {"a": base, "b": base[1:], "c": base.T, "d": base[:, 1].view(torch.int16), "host": host}
+    skeleton, buffers = encode(sent, devices=True)
+    assert [buffer.device.type for buffer in buffers if isinstance(buffer, torch.Tensor)] == ["cuda"]
+    received = [b.clone() if isinstance(b, torch.Tensor) else bytearray(b) for b in buffers]
+    back = decode(skeleton, received)
+    back["a"][1, 2] = 70.0
+    assert back["b"][0, 2] == back["c"][2, 1] == 70.0
+    assert torch.equal(back["d"], base[:, 1].view(torch.int16))
+    assert back["c"].stride() == base.T.stride()
+
+
+def test_an_array_and_a_tensor_of_its_memory() -> None:
+    array = np.zeros(6)
+    back, received = inbox([array, torch.from_numpy(array)])
+    assert [len(buffer) for buffer in received] == [48]
+    back[0][1] = 3.0
+    assert back[1][1] == 3.0
+
+
+SLICES = st.builds(slice, st.integers(0, 5), st.integers(3, 9), st.sampled_from([1, 1, 2, 3]))
+
+
+@given(st.lists(st.tuples(SLICES, SLICES, st.booleans(), st.booleans()), min_size=1, max_size=5), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_any_views_of_one_memory_come_back_equal(cuts: list[tuple[slice, slice, bool, bool]], random: Any) -> None:
+    base = torch.arange(72, dtype=torch.int32).view(8, 9)
+    sent: list[Any] = []
+    for rows, columns, turned, as_array in cuts:
+        view = base[rows, columns]
+        view = view.T if turned else view
+        sent.append(view.numpy()[::-1] if as_array else view)
+    back, received = inbox(sent)
+    assert sum(map(len, received)) <= sum(view.nbytes for view in sent)
+    for mine, theirs in zip(back, sent, strict=True):
+        assert type(mine) is type(theirs)
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    if len(received) == 1 and len(sent) > 1 and all(view.nbytes for view in sent):
+        # One buffer for all: what is written through one view is seen through all that have the element.
+        victim = random.randrange(len(sent))
+        at = (0, 0)
+        value = int(sent[victim][at])
+        back[victim][at] = -1
+        for mine, theirs in zip(back, sent, strict=True):
+            np.testing.assert_array_equal(np.asarray(mine) == -1, np.asarray(theirs) == value)

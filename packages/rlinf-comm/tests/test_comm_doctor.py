@@ -10,6 +10,7 @@ import pytest
 
 from rlinf_comm import doctor, measure
 from rlinf_comm.doctor import Node, rows, section, shown
+from rlinf_comm.errors import CommError
 from rlinf_comm.selection import Thresholds
 from rlinf_comm.thresholds import Point
 from rlinf_core.cli.doctor import Ask
@@ -94,6 +95,20 @@ def test_measuring_keeps_and_shows_the_curve(installed: None, monkeypatch: pytes
     assert any(line.startswith("thresholds: shared memory from 1 MiB (measured ") for line in lines)
     (tmp_path / "rlinf" / "comm.json").write_text("{")
     assert any("not used: " in line and "is damaged" in line for line in section(Ask()))
+
+
+def test_what_cannot_be_measured_or_kept_is_said(
+    installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail() -> tuple[Thresholds, list[Point]]:
+        raise CommError("no second process")
+
+    monkeypatch.setattr(measure, "measure", fail)
+    assert next(section(Ask(measure=True))) == "not measured: no second process"
+    monkeypatch.setattr(measure, "measure", lambda: (Thresholds(), [Point(1, 1.0, 1.0)]))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert next(section(Ask(measure=True))).startswith("measured, but it could not be kept: ")
 
 
 def test_a_cluster_shows_each_kind_of_node_and_what_lies_between(installed: None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from comm_peer import SECRET, make
-from comm_support import Other, other, sockets_and_segments, until
+from comm_support import PROBE, Other, other, sockets_and_segments, until
 
 from rlinf_comm import handshake
 from rlinf_comm.communicator import Communicator
@@ -120,10 +120,10 @@ def test_a_receiver_that_is_killed_frees_the_slots_that_it_held(comm: Communicat
         assert arena.stats().bytes_in_use >= 5 * MIB
         assert comm.stats()["there"].transports == {"shm": 5}
         there.kill()
-        until(lambda: arena.stats().bytes_in_use == 0, 5, "the slots' end")
+        until(lambda: arena.stats().bytes_in_use < PROBE, 5, "the slots' end")
         with pytest.raises(PeerLost):
             comm.send(np.zeros(MIB), "there")
-        assert arena.stats().bytes_in_use == 0
+        assert arena.stats().bytes_in_use < PROBE
 
 
 def test_a_receiver_that_is_killed_while_a_sender_is_blocked(comm: Communicator, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_peer_that_is_stopped_before_the_handshake_answers_later(tmp_path: Pat
 def test_a_forked_child_holds_no_socket_and_is_told_so(comm: Communicator, tmp_path: Path) -> None:
     with other("fork", tmp_path, "there", "here") as there:
         assert comm.recv("there") == "hello"
-        assert "child needs a communicator of its own" in there.expect("child:")
+        assert "child needs a communicator of its own" in there.expect("child:", 10)
         assert there.expect("sockets in the child") == "sockets in the child: 0"
         child = int(there.expect("forked").split()[1])
         try:

@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 from comm_peer import make
-from comm_support import other, until
+from comm_support import PROBE, other, until
 
 from rlinf_comm import errors
 from rlinf_comm.codec import CodecError
 from rlinf_comm.communicator import Communicator
 from rlinf_comm.directory import FileDirectory, LocalDirectory, StoreDirectory
+from rlinf_comm.endpoint import Endpoint
 from rlinf_comm.errors import CommClosed, CommError, CommTimeout, PeerClosed, RemoteError
 from rlinf_comm.selection import Thresholds
 
@@ -218,14 +218,10 @@ def test_an_object_that_cannot_be_decoded_raises_at_both_ends(ways: Pair) -> Non
         ways.b.recv("a")
     assert ways.b.recv("a") == "next"
     with pytest.raises(RemoteError, match=r"b failed .*negative values cannot be read"):
-        ways.a.flush("b")
+        ways.a.flush("b")  # it comes at once, or with the answer
     ways.a.send("again", "b")
-    ways.a.flush("b", timeout=0.0) if ways.b.recv("a") == "again" and settled(ways.a) else None
-
-
-def settled(comm: Communicator) -> bool:
-    until(lambda: comm._endpoint.peer("b").sent > 0)
-    return False
+    assert ways.b.recv("a") == "again"
+    ways.a.flush("b")
 
 
 def test_confirm_waits_for_the_receiver_and_has_its_error(pair: Pair) -> None:
@@ -294,29 +290,17 @@ def test_a_send_that_times_out_is_not_delivered_and_the_next_ones_are() -> None:
 
 def test_a_slow_consumer_stops_the_producer(ways: Pair) -> None:
     for pair in two(window_bytes=MIB, capabilities=ways.a.place.capabilities):
-        stopped = 0
-
-        def produce(pair: Pair = pair) -> None:
-            nonlocal stopped
-            for number in range(200):
-                pair.a.send(np.full(100_000, number % 250, np.uint8), "b")
-                stopped = number + 1
-
-        thread = threading.Thread(target=produce)
+        thread = threading.Thread(
+            target=lambda comm: [comm.send(np.full(100_000, n, np.uint8), "b") for n in range(200)], args=(pair.a,)
+        )
         thread.start()
-        seen = [-1]
-
-        def stands() -> bool:
-            before, seen[0] = seen[0], stopped
-            time.sleep(0)
-            return before == stopped > 5 and pair.a._endpoint.peer("b").active > 0
-
-        until(stands)
-        assert stopped < 40
+        peer = pair.a._endpoint.peer("b")
+        until(lambda peer=peer: peer.sent > 5 and peer.active > 0)  # type: ignore[misc]
+        assert peer.sent < 40  # it waits for the window, with more than ten messages unconsumed
         for number in range(200):
-            assert pair.b.recv("a")[0] == number % 250
+            assert pair.b.recv("a")[0] == number
         thread.join(20)
-        assert stopped == 200
+        assert peer.sent == 200
 
 
 def test_an_item_larger_than_the_window_goes_alone(ways: Pair) -> None:
@@ -335,7 +319,7 @@ def test_views_of_shared_memory_are_not_copies_and_come_back() -> None:
             assert arena.stats().bytes_in_use > 4 * MIB and view.sum() == 10
             del view
         gc.collect()
-        assert arena.stats().bytes_in_use == 0
+        assert arena.stats().bytes_in_use < PROBE
         assert arena.stats().bytes_reserved < 20 * MIB  # the same memory each time
         held = []
         for number in range(5):
@@ -359,6 +343,24 @@ def test_exhausted_shared_memory_falls_back_and_is_counted(caplog: pytest.LogCap
         gc.collect()
         pair.a.send(np.zeros(MIB, np.uint8), "b")
         assert pair.a.stats()["b"].transports["shm"] == stats.transports["shm"] + 1
+
+
+def test_memory_that_the_other_cannot_open_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = Endpoint._opens
+    monkeypatch.setattr(Endpoint, "_opens", lambda self, theirs: self.name != "b" and opens(self, theirs))
+    for dialed_by in ("a", "b"):
+        for pair in two(capabilities=frozenset({"shm", "tcp"})):
+            first = pair.a if dialed_by == "a" else pair.b
+            first.send(0, "b" if first is pair.a else "a")
+            pair.a.send(np.ones(MIB), "b")
+            pair.b.send(np.ones(MIB), "a")
+            if first is pair.a:
+                assert pair.b.recv("a") == 0
+            else:
+                assert pair.a.recv("b") == 0
+            assert pair.b.recv("a").sum() == pair.a.recv("b").sum() == MIB
+            assert pair.a.stats()["b"].transports == {"tcp": 1}
+            assert pair.b.stats()["a"].transports == {"shm": 1}
 
 
 def test_handles_in_asyncio_do_not_block_the_loop(pair: Pair) -> None:

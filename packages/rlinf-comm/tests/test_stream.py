@@ -1,4 +1,4 @@
-"""Framing: whatever the pieces in which bytes travel, and wherever a timeout cuts, messages come out whole or not at all."""
+"""Framing: in whatever pieces bytes travel and wherever a timeout cuts, messages come out whole or not at all."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_frames_cut_anywhere_come_out_whole(all_sizes: list[list[int]], cuts: li
 
 
 class Cut(RuleBasedStateMachine):
-    """Sends that give up at their deadline in the middle of a frame, controls in between, reads that give up too: what is
-    received is exactly what was sent with success, in order."""
+    """Sends that give up at their deadline in the middle of a frame, controls in between, reads that give up too: what
+    is received is exactly what was sent with success, in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import pickle
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,6 +28,9 @@ class Workers:
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
+
+    def ids(self) -> dict[int, int]:
+        return {rank: process.pid or 0 for rank, process in enumerate(self.processes)}
 
     def pipe(self) -> tuple[Connection, Connection]:
         a, b = SERVER.Pipe()
@@ -85,8 +89,9 @@ def test_a_sender_killed_after_k_buckets_leaves_the_old_version_and_a_new_one_wo
     orders.send((2, after))
     with pytest.raises(
         TransferInterrupted, match=rf"version 2 was interrupted after {after} of {BUCKETS} buckets of rank 0"
-    ):
+    ) as caught:
         receiver.receive(20.0)
+    assert caught.value.elsewhere and pickle.loads(pickle.dumps(caught.value)).elsewhere
     assert receiver.version == 1
     assert_version(own, 1)
     here, there = workers.pipe()
@@ -102,7 +107,8 @@ def test_a_killed_receiver_is_named_the_other_gets_its_version_and_nothing_stays
     arena = Arena(1 << 20)
     ends = [workers.pipe(), workers.pipe()]
     orders = [workers.start_receiver(rank, target, there) for rank, (_, there) in enumerate(ends)]
-    mover = ControlMover(Pipes({rank: here for rank, (here, _) in enumerate(ends)}), arena)
+    pipes = Pipes({rank: here for rank, (here, _) in enumerate(ends)}, workers.ids())
+    mover = ControlMover(pipes, arena)
     sender = Sender(0, SOURCE, target, mover, bucket_bytes=256)
     for order in orders:
         order.send(20.0)
@@ -122,7 +128,7 @@ def test_a_killed_receiver_is_named_the_other_gets_its_version_and_nothing_stays
     assert until(lambda: arena.stats().bytes_in_use == 0), arena.stats()
     here, there = workers.pipe()
     again = workers.start_receiver(1, target, there)
-    mover = ControlMover(Pipes({0: ends[0][0], 1: here}), arena)
+    mover = ControlMover(Pipes({0: ends[0][0], 1: here}, {0: workers.ids()[0], 1: workers.ids()[2]}), arena)
     orders[0].send(20.0)
     again.send(20.0)
     Sender(0, SOURCE, target, mover, bucket_bytes=256).send(3, tensors_of(SOURCE, 0, 3))
@@ -137,7 +143,7 @@ def test_a_receiver_killed_with_buckets_it_has_not_read_gives_their_memory_back(
     arena = Arena(1 << 20)
     here, there = workers.pipe()
     orders = workers.start_receiver(0, target, there)
-    sender = Sender(0, SOURCE, target, ControlMover(Pipes({0: here}), arena), bucket_bytes=256)
+    sender = Sender(0, SOURCE, target, ControlMover(Pipes({0: here}, workers.ids()), arena), bucket_bytes=256)
     sender.send(1, tensors_of(SOURCE, 0, 1))  # it has not been told to read
     assert arena.stats().lingering == BUCKETS
     orders.send("kill")
@@ -151,7 +157,7 @@ def test_a_receiver_that_is_too_slow_loses_the_version_by_name_and_gets_the_next
     target = fsdp(SPECS, 1)
     here, there = workers.pipe()
     orders = workers.start_receiver(0, target, there)
-    mover = ControlMover(Pipes({0: here}), Arena(1 << 20))
+    mover = ControlMover(Pipes({0: here}, workers.ids()), Arena(1 << 20))
     send, buckets = mover.send, 0
 
     def stuck(header: dict[str, object], *rest: object) -> object:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from weights_peers import Queues, parameter, tensors_of, until
 
-from rlinf_comm.arena import Arena, unavailable
+from rlinf_comm.arena import HOLDERS, Arena, unavailable
 from rlinf_comm.weights import (
     ChannelMover,
     ChecksumError,
@@ -172,6 +172,50 @@ def test_memory_is_used_again_and_views_hold_theirs() -> None:
     run.receivers.clear()
     gc.collect()
     assert arena.stats().lingering == 0
+
+
+@needs_memory
+def test_a_target_that_cannot_be_reached_but_lives_keeps_what_it_looks_at() -> None:
+    arena = Arena(16 << 20)
+    run = Run(replicated(SPECS, 1), replicated(SPECS, 2), arena, views=True)
+    run.send(1)
+    run.receive()
+    end = run.ends[0]
+    send = end.send
+
+    def stuck(obj: Any, target: int, timeout: float) -> None:
+        if target == 1 and obj[0]["kind"] == "bucket":
+            raise TimeoutError("it does not read")
+        send(obj, target, timeout)
+
+    end.send = stuck  # type: ignore[method-assign]
+    for version in (2, 3, 4):
+        with pytest.raises(
+            TransferInterrupted, match=f"version {version}: target rank 1 did not get it: it does not read"
+        ):
+            run.send(version)
+        assert run.receivers[0].receive(5.0) == version
+        del run.installed[0][:-1]
+    check(run.target, 1, run.installed[1][0][1], 1, run.source)
+    gc.collect()
+    assert arena.stats().lingering == 2  # version 1 at one of them, version 4 at the other
+    end.send = send  # type: ignore[method-assign]
+    run.send(5)
+    assert run.receivers[0].receive(5.0) == 5
+    with pytest.raises(TransferInterrupted, match="it began version 3"):
+        run.receivers[1].receive(5.0)
+
+
+@needs_memory
+def test_more_targets_than_a_slot_has_places_for_all_get_the_version() -> None:
+    specs = {"w": Spec((4, 4))}
+    run = Run(replicated(specs, 1), replicated(specs, HOLDERS + 2), Arena(1 << 20))
+    run.send(1)
+    assert set(run.receive()) == {1}
+    for rank in (0, HOLDERS - 1, HOLDERS, HOLDERS + 1):
+        check(run.target, rank, run.installed[rank][0][1], 1, run.source)
+    pointers = {seen[0][1]["w"].data_ptr() for seen in run.installed}
+    assert len(pointers) == 3
 
 
 @needs_memory

@@ -247,6 +247,12 @@ class Arena:
                         memory[at + place] = 0
         self.release(slot)
 
+    def withdraw(self, slot: Slot, holder: Hashable) -> None:
+        """``holder`` was not told of the slot after all and will not open it."""
+        with self._lock:
+            if self._used.get(slot.generation) is slot and holder in slot.holders:
+                slot.segment.memory[slot.offset + slot.holders.index(holder)] = 0
+
     def drop(self, holder: Hashable) -> int:
         """``holder`` is gone: what it held is not held by it any more. Returns how many slots that were."""
         dropped = 0

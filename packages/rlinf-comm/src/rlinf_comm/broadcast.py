@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlinf_comm.endpoint import Endpoint
 
 DATA, REPORT, VERDICT = b"d", b"r", b"v"
+GRACE_S = 1.0
+"""Beyond the timeout, for each level of the tree, so that who has waited in vain can still say for whom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,10 @@ class Tree:
     parent: str
     near: tuple[str, ...]
     far: tuple[str, ...]
+    height: int = 0
+    """Levels below this member."""
+    levels: int = 0
+    """Levels below the source."""
 
     @property
     def children(self) -> tuple[str, ...]:
@@ -50,8 +56,9 @@ def tree_of(me: str, source: str, members: Sequence[str], machine: Mapping[str, 
         machines.setdefault(machine[member], []).append(member)
     leaders = [names[0] for names in machines.values()]
     mine = machines[machine[me]]
+    levels = (len(leaders) - 1).bit_length() + 1
     if me != mine[0]:
-        return Tree(mine[0], (), ())
+        return Tree(mine[0], (), (), 0, levels)
     number = leaders.index(me)
     top = number.bit_length()
     parent = leaders[number - (1 << (top - 1))] if number else ""
@@ -60,7 +67,7 @@ def tree_of(me: str, source: str, members: Sequence[str], machine: Mapping[str, 
     while number + step < len(leaders):
         far.append(leaders[number + step])
         step <<= 1
-    return Tree(parent, tuple(mine[1:]), tuple(reversed(far)))
+    return Tree(parent, tuple(mine[1:]), tuple(reversed(far)), len(far) + 1, levels)
 
 
 class Broadcast:
@@ -77,6 +84,7 @@ class Broadcast:
         self._endpoint = endpoint
         self._source = source
         self._deadline = deadline
+        self._grace = min(GRACE_S, (deadline - time.monotonic()) / 4)
         self._failed: list[str] = []
         group = hashlib.sha256(json.dumps([source, list(members)]).encode()).digest()[:8]
         self._key = group + endpoint.next_broadcast(group).to_bytes(8, "little")
@@ -120,19 +128,36 @@ class Broadcast:
         failed = []
         for i, child in enumerate(children):
             tickets = None if slot is None else {"shm": ticket_of(slot, i)}
+            if tickets is not None and not self._reaches(child):
+                withdraw(tickets["shm"])
+                tickets = None
             failed += self._send(child, DATA, packet, tickets)
         if slot is not None:
             endpoint.arena.release(slot)
         return failed
 
-    def _send(self, child: str, kind: bytes, packet: Packet, tickets: dict[str, bytes] | None = None) -> list[str]:
+    def _reaches(self, child: str) -> bool:
+        """Whether a child that is said to share memory does; known once there is a connection."""
+        try:
+            return "shm" in self._endpoint.peer(child).connected(self._deadline).place.capabilities
+        except CommError:
+            return False  # sending to it says what is wrong
+
+    def _send(
+        self,
+        child: str,
+        kind: bytes,
+        packet: Packet,
+        tickets: dict[str, bytes] | None = None,
+        later: float = 0.0,
+    ) -> list[str]:
         flags = packet.flags | frames.COLLECTIVE
         own = Packet(
             packet.skeleton, list(packet.buffers), self._key + kind, flags=flags, tickets=tickets, work=packet.work
         )
         try:
             what = f"a broadcast of {packet.nbytes} bytes from {self._source}"
-            self._endpoint.peer(child).send(own, self._deadline, confirm=False, what=what)
+            self._endpoint.peer(child).send(own, self._deadline + later, confirm=False, what=what)
         except RemoteError:
             raise
         except CommError as error:
@@ -142,7 +167,7 @@ class Broadcast:
         return []
 
     def _tell(self, peer: str, kind: bytes, text: str) -> list[str]:
-        return self._send(peer, kind, Packet(text.encode()))
+        return self._send(peer, kind, Packet(text.encode()), later=(self.tree.levels + 1) * self._grace)
 
     def settle(self, error: BaseException | None) -> None:
         """Report, and raise what went wrong anywhere. ``error``: of this member itself."""
@@ -150,10 +175,10 @@ class Broadcast:
         if error is not None:
             failed.append(f"{self._endpoint.name}: {describe(error)}")
         for child in self.tree.children:
-            failed += self._listen(child, REPORT)
+            failed += self._listen(child, REPORT, self.tree.height)
         if self.tree.parent:
             failed += self._tell(self.tree.parent, REPORT, "\n".join(failed))
-            verdict = "\n".join(self._listen(self.tree.parent, VERDICT))
+            verdict = "\n".join(self._listen(self.tree.parent, VERDICT, self.tree.levels + 1))
         else:
             verdict = "\n".join(failed)
         for child in self.tree.children:
@@ -165,17 +190,18 @@ class Broadcast:
             text = f"{me}: the broadcast from {self._source} failed: {verdict}"
             raise RemoteError(text, me=me, peer=self._source, text=verdict)
 
-    def _listen(self, peer: str, kind: bytes) -> list[str]:
+    def _listen(self, peer: str, kind: bytes, levels: int) -> list[str]:
+        """``levels``: how many others may have waited to the end of their time before this can come."""
         try:
-            message = self._receive(peer, kind)
+            message = self._receive(peer, kind, levels * self._grace)
         except CommError as error:
             return [describe(error)]
         self._endpoint.peer(peer).consumed_one(message)
         return [message.skeleton.decode(errors="replace")] if message.skeleton else []
 
-    def _receive(self, name: str, kind: bytes) -> Arrived:
+    def _receive(self, name: str, kind: bytes, later: float = 0.0) -> Arrived:
         peer = self._endpoint.peer(name)
-        return peer.receive_keyed(self._key, kind, self._deadline)
+        return peer.receive_keyed(self._key, kind, self._deadline + later)
 
 
 def run(

@@ -75,7 +75,12 @@ def _encode(
     try:
         node = encoder.walk(obj, 0)
         buffers = encoder.finish()
-        return _pack(node), buffers
+        try:
+            return _pack(node), buffers
+        except UnicodeEncodeError:
+            raise
+        except ValueError as error:
+            raise CodecError(f"it does not fit into a skeleton: {error}") from error
     except TooDeep as error:
         raise error.explained() from None
     except RecursionError as error:

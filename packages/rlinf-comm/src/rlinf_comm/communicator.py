@@ -243,7 +243,8 @@ class Communicator:
         ``source`` and ``members`` in the same order; ``obj`` matters at the source alone. Not mixed up with ``send``.
 
         Returns when every member has it. When one of them fails, all raise: that one its own error, the others
-        RemoteError with the texts, whoever misses somebody CommTimeout or PeerLost; the next broadcast works.
+        RemoteError with the texts, whoever misses somebody CommTimeout or PeerLost; the next broadcast works. The news
+        of a failure may take a second more than ``timeout`` for each level of the tree.
         """
         self._endpoint.check()
         seconds = self.timeout if timeout is None else timeout

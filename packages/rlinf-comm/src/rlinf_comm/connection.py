@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlinf_comm import frames
@@ -74,11 +75,15 @@ def large(buffers: Sequence[Buffer]) -> tuple[list[int], list[int]]:
 class Connection:
     """``peer.cond`` guards what other threads look at: ``reading`` to ``over``, ``in_flight``, ``to_return``."""
 
-    def __init__(self, peer: Peer, stream: Stream, mine: Hello, theirs: Hello) -> None:
+    def __init__(self, peer: Peer, stream: Stream, mine: Hello, theirs: Hello, *, apart: bool = False) -> None:
+        """``apart``: the peer cannot open this end's shared memory."""
         self.peer = peer
         self.stream = stream
         self.key = mine.key
-        self.place = theirs.place
+        theirs_place = theirs.place
+        if apart:
+            theirs_place = replace(theirs_place, capabilities=theirs_place.capabilities - {"shm"})
+        self.place = theirs_place
         self.write_lock = threading.Lock()
         self.reading = False
         self.leaving = False
@@ -114,12 +119,12 @@ class Connection:
         self._last_word = False
         """After what is to be written nothing more will be."""
         self._transports: dict[str, Transport] = {}
-        self._router = Router(mine.place, theirs.place, peer.endpoint.thresholds)
+        self._router = Router(mine.place, self.place, peer.endpoint.thresholds)
         self._full_logged = False
         endpoint = peer.endpoint
         self._link = Link(
             mine.place,
-            theirs.place,
+            self.place,
             endpoint.name,
             peer.name,
             (endpoint.name, endpoint.uid) < (peer.name, theirs.uid),

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlinf_comm import arena
 from rlinf_comm.devices import cuda_missing
-from rlinf_comm.errors import NoRoute
+from rlinf_comm.errors import CommError, NoRoute
 from rlinf_comm.selection import Summary, Thresholds, candidates, lacking, select
 from rlinf_comm.thresholds import load, save
 from rlinf_comm.transports import unusable, usable
@@ -141,7 +141,11 @@ def section(ask: Ask) -> Iterator[str]:
 def _measure() -> Iterator[str]:
     from rlinf_comm.measure import measure  # it brings in all that moves messages
 
-    table, points = measure()
+    try:
+        table, points = measure()
+    except CommError as error:
+        yield f"not measured: {error}"
+        return
     try:
         path = save(table, points)
     except OSError as error:

@@ -103,6 +103,7 @@ class Endpoint(forks.Forked):
         self._room = threading.Condition(self._lock)
         self._open = 0
         self._broadcasts: dict[bytes, int] = {}
+        self._probe_slot: arena.Slot | None = None
         listeners, record = self._listen(host)
         self._record = record
         self.io = IoThread(self, listeners)
@@ -187,7 +188,9 @@ class Endpoint(forks.Forked):
             raise peer.timed_out(
                 f"all {self.max_connections} connections of {self.name} (max_connections) are in use", self.timeout
             )
-        hello = Hello(self.name, peer.name, self.uid, os.urandom(8).hex(), self.place, self.window_bytes)
+        hello = Hello(
+            self.name, peer.name, self.uid, os.urandom(8).hex(), self.place, self.window_bytes, self._probe(None)
+        )
         limit = min(deadline, time.monotonic() + handshake.AUTH_TIMEOUT_S)
         kept = False
         try:
@@ -312,12 +315,12 @@ class Endpoint(forks.Forked):
             if peer.conn is not None or self.closed:
                 return False
             try:
-                stream.sock.send(handshake.READY)
+                stream.sock.send(handshake.READY if self._opens(theirs) else handshake.READY_APART)
             except OSError:
                 return False
             if peer.uid != theirs.uid:
                 peer.reborn(theirs.uid)
-            conn = Connection(peer, stream, mine, theirs)
+            conn = Connection(peer, stream, mine, theirs, apart=theirs.apart)
             peer.adopt(conn)
         self.io.add(conn)
         return True
@@ -338,16 +341,39 @@ class Endpoint(forks.Forked):
         return False, handshake.said(verdict, reason.encode())
 
     def _introduction(self, hello: Hello) -> Hello:
-        return Hello(self.name, hello.name, self.uid, hello.key, self.place, self.window_bytes)
+        apart = not self._opens(hello)
+        return Hello(
+            self.name, hello.name, self.uid, hello.key, self.place, self.window_bytes, self._probe(hello), apart
+        )
 
-    def establish(self, sock: socket.socket, hello: Hello) -> None:
+    def _probe(self, theirs: Hello | None) -> bytes:
+        """The slot that a peer tries to open; none where there is no use for it."""
+        if "shm" not in self.place.capabilities or (theirs is not None and theirs.place.node != self.place.node):
+            return b""
+        with self._lock:
+            if self._probe_slot is None:
+                self._probe_slot = self.arena.put([memoryview(b"rlinf")])
+            return b"" if self._probe_slot is None else self._probe_slot.ref
+
+    def _opens(self, theirs: Hello) -> bool:
+        """Whether this end can open the memory of the other."""
+        if not theirs.probe:
+            return theirs.place.pid == self.place.pid and theirs.place.node == self.place.node
+        try:
+            return bytes(arena.open_slot(theirs.probe)[0]) == b"rlinf"
+        except (arena.SlotGone, OSError):
+            return False
+
+    def establish(self, sock: socket.socket, hello: Hello, apart: bool) -> None:
         """Who was welcome is ready."""
         peer = self.peer(hello.name)
         with peer.cond:
             peer.accepting = False
             if peer.uid != hello.uid:
                 peer.reborn(hello.uid)
-            conn = Connection(peer, Stream(sock, self.name, peer.name), self._introduction(hello), hello)
+            stream = Stream(sock, self.name, peer.name)
+            mine = Hello(self.name, hello.name, self.uid, hello.key, self.place, self.window_bytes)
+            conn = Connection(peer, stream, mine, hello, apart=apart)
             peer.adopt(conn)
         self.io.add(conn)
         if self.closed:
@@ -438,6 +464,7 @@ class Endpoint(forks.Forked):
             peer.send_lane.join(1.0)
             peer.recv_lane.join(1.0)
         self.io.stop(5.0)
+        self._probe_slot = None
         self.arena.close()
 
 

@@ -5,12 +5,15 @@
     acceptor  -> HMAC(secret, "acceptor", nonce', nonce)
     initiator -> hello
     acceptor  -> verdict, hello
-    initiator -> READY
+    initiator -> READY or READY_APART
 
-Only then do both use the connection: an initiator that has given up before it was welcome leaves nothing behind.
+Each hello names a slot of shared memory; the other end tries to open it and says whether it can, since two processes of
+one machine need not reach each other's memory (other users, other containers). Only after READY do both use the
+connection: an initiator that has given up before it was welcome leaves nothing behind.
+
 Nothing that an end says is looked at before it has proved that it knows the secret, and what it may say before that has
-a fixed size. Digests and nonces are those of the run's hub (``rlinf_core.hub.wire``), which only the
-accepting side asks for; here both ends do, since each is about to decode what the other sends.
+a fixed size. Digests and nonces are those of the run's hub (``rlinf_core.hub.wire``), where one side asks;
+here both ends do, since each is about to decode what the other sends.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ LENGTH = struct.Struct("<BI")
 HELLO, WELCOME, YIELD, BUSY, REFUSED, NO_FILES = range(6)
 """YIELD: both connect at once, and the other connection is the one that stays. BUSY: try again. NO_FILES: said in place
 of the greeting by an acceptor without free file descriptors."""
-READY = b"R"
+READY, READY_APART = b"R", b"A"
 WRONG = bytes(DIGEST_BYTES)
 """In place of the acceptor's proof: the initiator's was wrong."""
 NO_FILES_NOTICE = b"RLC!" + bytes(NONCE_BYTES)
@@ -57,6 +60,10 @@ class Hello:
     place: Place
     window: int
     """Bytes that this end takes before it has consumed any."""
+    probe: bytes = b""
+    """A slot of this end's shared memory."""
+    apart: bool = False
+    """This end cannot open the other's slot (said by the acceptor)."""
 
     def pack(self, verdict: int = HELLO) -> bytes:
         place = self.place
@@ -70,6 +77,8 @@ class Hello:
             "capabilities": sorted(place.capabilities),
             "devices": list(place.devices),
             "window": self.window,
+            "probe": self.probe.hex(),
+            "apart": self.apart,
         }
         return said(verdict, json.dumps(facts).encode())
 
@@ -88,6 +97,8 @@ class Hello:
                 str(facts["key"]),
                 place,
                 int(facts["window"]),
+                bytes.fromhex(facts["probe"]),
+                bool(facts["apart"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise AuthenticationFailed(f"a peer introduced itself in a way that is not understood: {error}") from error

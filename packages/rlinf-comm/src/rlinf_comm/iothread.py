@@ -97,7 +97,7 @@ class IoThread:
 
     def watch(self, conn: Connection) -> None:
         """Somebody reads the connection now and then: look when that has stopped."""
-        conn.watched = True
+        conn.watched = True  # here too: one job is enough
         self.soon(lambda: self._watch(conn))
 
     def want(self, conn: Connection) -> None:
@@ -186,6 +186,8 @@ class IoThread:
             job()
 
     def _watch(self, conn: Connection) -> None:
+        conn.quiet = False
+        conn.watched = True
         if not self._watched:
             self._look_at = time.monotonic() + QUIET_S
         self._watched[conn] = conn.turns
@@ -230,6 +232,7 @@ class IoThread:
         with self._lock:
             self._connections[fd] = conn
             self._epoll.register(fd, self._mask(conn))
+        self._watch(conn)
 
     def _mask(self, conn: Connection) -> int:
         mask = _HANGUP
@@ -256,15 +259,12 @@ class IoThread:
         if events & ~select.EPOLLOUT:
             if events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
                 conn.hangup = True
-            if conn.quiet and conn.reading:
-                conn.quiet = False  # its reader has it watched again when it is done
             if not conn.peer.take_token(conn):
                 if conn.attended or conn.hangup:
                     conn.hangup = True  # whoever reads it now hands it back afterwards
                 return
             conn.hangup = False
-            conn.peer.read_available(conn)
-            conn.quiet = False  # reading has it watched again
+            conn.peer.read_available(conn, unasked=True)
         if not conn.eof:
             self._arm(conn)
 
@@ -323,7 +323,7 @@ class IoThread:
         if stranger.welcome and hello is not None:
             del self._strangers[fd]
             self._epoll.unregister(fd)
-            return self._endpoint.establish(stranger.sock, hello)
+            return self._endpoint.establish(stranger.sock, hello, data == handshake.READY_APART)
         try:
             answer = stranger.side.receive(data)
         except AuthenticationFailed as error:

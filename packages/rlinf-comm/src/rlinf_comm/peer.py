@@ -185,18 +185,19 @@ class Peer:
         with self.cond:
             self._free_token(conn)
 
-    def _free_token(self, conn: Connection) -> None:
+    def _free_token(self, conn: Connection, *, unasked: bool = False) -> None:
         conn.reading = False
-        conn.turns += 1
+        if not unasked:
+            conn.turns += 1
+            if not conn.watched and not conn.eof:
+                self.endpoint.io.watch(conn)
         if self.waiters:
             self.cond.notify_all()
-        if not conn.watched and not conn.eof:
-            self.endpoint.io.watch(conn)
         if conn.hangup and not conn.eof:
             self.endpoint.io.attend(conn)
 
-    def read_available(self, conn: Connection) -> None:
-        """With the token, which this gives back: read what is there, without waiting."""
+    def read_available(self, conn: Connection, *, unasked: bool = False) -> None:
+        """With the token, which this gives back: read what is there and do not wait. ``unasked``: by the I/O thread."""
         with self.cond:
             try:
                 while not conn.eof and self._read_one(conn, 0.0):
@@ -204,7 +205,7 @@ class Peer:
             except CommTimeout:
                 pass  # that was all
             finally:
-                self._free_token(conn)
+                self._free_token(conn, unasked=unasked)
 
     # What comes in (with ``cond``)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+PROBE = 4096
+"""More than what the slot takes that peers try to open when they connect."""
 PEER = Path(__file__).parent / "comm_peer.py"
 
 
@@ -26,25 +28,34 @@ class Other:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, bufsize=1
         )
         self.pid = self.process.pid
-        self._passed: list[str] = []
+        self._said = threading.Condition()
+        self._lines: list[str] = []
+        self._silent = False
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._said:
+                self._lines.append(line.strip())
+                self._said.notify_all()
+        with self._said:
+            self._silent = True
+            self._said.notify_all()
 
     def expect(self, start: str, timeout: float = 60.0) -> str:
         """A line that begins with ``start``, said already or within ``timeout`` seconds."""
-        assert self.process.stdout is not None
-        for line in self._passed:
-            if line.startswith(start):
-                self._passed.remove(line)
-                return line.strip()
-        timer = threading.Timer(timeout, self.process.kill)
-        timer.start()
-        try:
-            for line in self.process.stdout:
-                if line.startswith(start):
-                    return line.strip()
-                self._passed.append(line)
-        finally:
-            timer.cancel()
-        raise AssertionError(f"the process ended with {self.process.wait()} and did not say {start!r}")
+
+        def found() -> str | None:
+            return next((line for line in self._lines if line.startswith(start)), None)
+
+        with self._said:
+            self._said.wait_for(lambda: found() or self._silent, timeout)
+            line = found()
+            assert line is not None, f"the process did not say {start!r}, but {self._lines}"
+            self._lines.remove(line)
+            return line
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None
@@ -58,12 +69,13 @@ class Other:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass  # it had something left to say to a process that is gone
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # there was something left to say to a process that is gone
+        self._listener.join(20)
+        self.process.stdout.close()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import pickle
 import queue
 import signal
@@ -59,15 +60,16 @@ class QueueEnd:
         except queue.Empty:
             raise TimeoutError(f"nothing within {timeout:.1f} s") from None
 
-    def near(self, target: int) -> bool:
-        return self._near
+    def process(self, target: int) -> int | None:
+        return os.getpid() if self._near else None
 
 
 class Pipes:
-    """Control between processes: a pipe for each peer."""
+    """Control between processes: a pipe for each peer. ``processes``: ids of those that share memory."""
 
-    def __init__(self, peers: dict[int, Connection]) -> None:
+    def __init__(self, peers: dict[int, Connection], processes: dict[int, int] | None = None) -> None:
         self._peers = peers
+        self._processes = processes or {}
 
     def send(self, obj: Any, target: int, timeout: float) -> None:
         self._peers[target].send_bytes(pickle.dumps(obj))
@@ -78,8 +80,8 @@ class Pipes:
             raise TimeoutError(f"nothing within {timeout:.1f} s")
         return pickle.loads(peer.recv_bytes())
 
-    def near(self, target: int) -> bool:
-        return True
+    def process(self, target: int) -> int | None:
+        return self._processes.get(target)
 
 
 def tensors_of(layout: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
@@ -103,7 +105,7 @@ def parameter(layout: Layout, name: str, seed: int) -> torch.Tensor:
 
 def sender_process(source: Layout, target: Layout, peers: dict[int, Connection], orders: Connection) -> None:
     """Send the versions that are ordered, as ``(version, die after so many buckets or None)``, until told ``None``."""
-    mover = ControlMover(Pipes(peers), Arena(64 << 20))
+    mover = ControlMover(Pipes(peers, dict.fromkeys(peers, os.getppid())), Arena(64 << 20))
     sender = Sender(0, source, target, mover, bucket_bytes=256, checksum="crc32")
     while (order := orders.recv()) is not None:
         version, fatal = order

@@ -214,7 +214,7 @@ class Decoder:
             object.__setattr__(obj, field, values[field])  # also where the class is frozen
         if more:
             (attributes,) = more
-            if not plan.open or any(key.startswith("__") or hasattr(cls, key) for key in attributes):
+            if not plan.open or any(key.startswith("__") for key in attributes):
                 raise CodecError(f"an object of {name} cannot have the attributes {', '.join(attributes)}")
             obj.__dict__.update(self.fields(attributes))
         return obj

@@ -146,23 +146,28 @@ class Encoder:
         return node
 
     def tensor(self, obj: torch.Tensor, depth: int) -> Any:
+        torch = sys.modules["torch"]
         name = _names.get(obj.dtype)
-        if name is None or obj.layout is not _torch.strided:
-            kind = f"layout {obj.layout}" if name is not None else f"dtype {obj.dtype}"
+        if name is None or obj.layout is not torch.strided:
+            kind = f"dtype {obj.dtype}" if name is None else f"layout {obj.layout}"
             return self.pickled(obj, Unknown(f"only plain strided tensors can be sent, not one with {kind}"))
+        try:
+            shape = obj.shape
+        except RuntimeError:  # a nested tensor, of one number of dimensions and several sizes
+            return self.pickled(obj, Unknown("a nested tensor cannot be sent: send its parts"))
         where = "cpu"
         if not obj.is_cpu:
             where = str(obj.device)
             if not self.devices:
                 raise CodecError(f"the tensor is on {where}: move it to the CPU first")
-        flags = 0 if type(obj) is _torch.Tensor else f.PARAMETER
+        flags = 0 if type(obj) is torch.Tensor else f.PARAMETER
         if obj.requires_grad:
             if not obj.is_leaf:
                 raise CodecError("the tensor is part of an autograd graph: detach it first")
             flags |= f.REQUIRES_GRAD
         if obj.is_neg() or (name in _COMPLEX and obj.is_conj()):
             obj = obj.detach().resolve_conj().resolve_neg()
-        node = [f.TENSOR, f.NOTHING, name, obj.shape, flags]
+        node = [f.TENSOR, f.NOTHING, name, shape, flags]
         self.entries.append(memory.Entry(node, obj, obj.is_contiguous(), True, where))
         return node
 
@@ -176,7 +181,7 @@ class Encoder:
         return [f.NUMBER, spec, obj.tobytes()]
 
     def other(self, obj: Any, cls: type, depth: int) -> Any:
-        if not _names and "torch" in sys.modules:
+        if _torch is None and "torch" in sys.modules:
             _know_torch()
             return self.walk(obj, depth)
         try:
@@ -275,9 +280,9 @@ def _know_torch() -> None:
     global _torch
     import torch
 
-    _torch = torch
-    HANDLERS[torch.Tensor] = HANDLERS[torch.nn.Parameter] = Encoder.tensor
+    _names.update(dtypes.torch_names())
     HANDLERS[torch.Size] = lambda e, obj, depth: [f.SIZE, list(obj)]
     HANDLERS[torch.dtype] = lambda e, obj, depth: [f.TORCH_DTYPE, str(obj).removeprefix("torch.")]
     HANDLERS[torch.device] = lambda e, obj, depth: [f.TORCH_DEVICE, str(obj)]
-    _names.update(dtypes.torch_names())
+    HANDLERS[torch.Tensor] = HANDLERS[torch.nn.Parameter] = Encoder.tensor
+    _torch = torch  # last: another thread that sees it finds everything in place

@@ -81,5 +81,8 @@ class Unknown(CodecError):
 
 def index_of(key: object) -> str:
     """How a path names the value under ``key``."""
-    text = repr(key)
+    try:
+        text = repr(key)
+    except Exception as error:  # its class's own code, or an integer of thousands of digits
+        text = f"<{type(key).__name__}: {type(error).__name__}>"
     return f"[{text}]" if len(text) <= 60 else f"[{text[:40]}...{text[-15:]}]"

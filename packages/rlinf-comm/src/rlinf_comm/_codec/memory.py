@@ -117,29 +117,36 @@ def place(entries: list[Entry], buffers: list[Any]) -> None:
             spans.append((where, *entry.span(), number))
     spans.sort()
     start = 0
+    groups = []
     while start < len(spans):
         where, low, high, _ = spans[start]
         stop = start + 1
         while stop < len(spans) and spans[stop][0] == where and spans[stop][1] < high:
             high = max(high, spans[stop][2])
             stop += 1
-        _together([entries[span[3]] for span in spans[start:stop]], low, high, buffers)
+        groups.append((sorted(span[3] for span in spans[start:stop]), low, high))
         start = stop
+    for numbers, low, high in sorted(groups):  # in the order of the walk, so that equal objects make equal frames
+        _together([entries[number] for number in numbers], low, high, buffers)
 
 
 def _apart(entries: list[Entry]) -> bool:
     """Whether it is plain to see that all lie contiguously and share nothing: the usual case, found cheaply."""
     if len(entries) == 1:
         return entries[0].plain
-    spans = []
+    spans, arrays = [], False
     for entry in entries:
         if not entry.plain or entry.where != "cpu":
             return False
         if entry.tensor:
             if entry.nbytes:
                 spans.append((entry.low, entry.nbytes))
-        elif entry.obj.base is not None:  # arrays that own their memory share it with views alone
+        elif entry.obj.base is not None:
             return False
+        else:  # it owns its memory, which only views of it and tensors can share
+            arrays = True
+    if arrays:
+        return not spans
     spans.sort()
     end = 0
     for low, nbytes in spans:

@@ -20,7 +20,19 @@ class MismatchError(WeightsError, ValueError):
 
 
 class TransferInterrupted(WeightsError):
-    """A version did not arrive whole; what was installed before is untouched. Says how far it came and why."""
+    """A version did not arrive whole; what was installed before is untouched. Says how far it came and why.
+
+    ``elsewhere``: another process has failed or died, and that is the cause.
+    """
+
+    def __init__(self, message: str, *, elsewhere: bool = False) -> None:
+        super().__init__(message)
+        self.elsewhere = elsewhere
+
+
+def is_elsewhere(cause: BaseException) -> bool:
+    """Whether an error says that another process has failed or died."""
+    return bool(getattr(cause, "elsewhere", False)) or isinstance(cause, (EOFError, ConnectionError))
 
 
 class ChecksumError(TransferInterrupted):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rlinf_comm.communicator import Communicator
 
 Header = dict[str, Any]
+Holder = tuple[int, int]
+"""(target rank, process id)."""
 Lost = dict[int, Exception]
 """Target ranks that could not be reached, with the cause."""
 
@@ -76,8 +79,8 @@ class Control(Protocol):
 
     def receive(self, source: int, timeout: float) -> Any: ...
 
-    def near(self, target: int) -> bool:
-        """Whether ``target`` can map this process's shared memory."""
+    def process(self, target: int) -> int | None:
+        """The id of ``target``'s process when it can map this one's shared memory, else ``None``."""
         ...
 
 
@@ -88,6 +91,9 @@ class ControlMover(Mover):
     them; they read it in place, and it is used again when the last of them has dropped its views. Targets elsewhere,
     and all when the arena has no room, get the packed bytes in the message. Tensors on a device go as they are, by the
     control's own transports (gpu-only: nccl between devices, by handle on the same one).
+
+    Memory that a target looks at is taken from it only when its process has ended: one that is slow, or whose
+    connection broke, may still compute with the version before.
     """
 
     concurrent = True
@@ -96,15 +102,14 @@ class ControlMover(Mover):
         self._control = control
         self._arena = arena
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._known: dict[int, Holder] = {}
+        self._doubtful: set[Holder] = set()
 
     def pack(self, packed: Packed, targets: Sequence[int]) -> Payload:
         if packed.device.type != "cpu":
             buffer = torch.empty(packed.bucket.nbytes, dtype=torch.uint8, device=packed.device)
             return Payload(packed.write(buffer), packed=buffer)
-        near = [target for target in targets if self._control.near(target)]
-        slot = None
-        if self._arena is not None and near:
-            slot = self._arena.reserve([packed.bucket.nbytes], [_holder(target) for target in near])
+        slot = None if self._arena is None else self._reserve(self._arena, packed.bucket.nbytes, targets)
         if slot is None or self._arena is None:
             if self._scratch.numel() < packed.bucket.nbytes:
                 self._scratch = torch.empty(packed.bucket.nbytes, dtype=torch.uint8)
@@ -120,19 +125,46 @@ class ControlMover(Mover):
         try:
             for target in targets:
                 body: Any = None if payload is None else payload.packed
-                if slot is not None and _holder(target) in slot.holders:
-                    body = (slot.ref, slot.holders.index(_holder(target)))
+                if slot is not None and (holder := self._known.get(target)) in slot.holders:
+                    body = (slot.ref, slot.holders.index(holder))
                 try:
                     self._control.send((header, body), target, timeout)
                 except (CommError, OSError, EOFError) as error:
                     lost[target] = error
         finally:
             if self._arena is not None:
-                if slot is not None:
-                    self._arena.release(slot)
-                for target in lost:
-                    self._arena.drop(_holder(target))
+                self._settle(self._arena, slot, lost)
         return lost
+
+    def _reserve(self, arena: shm.Arena, nbytes: int, targets: Sequence[int]) -> shm.Slot | None:
+        holders: list[Holder] = []
+        for target in targets:
+            process = self._control.process(target)
+            if process is None:
+                continue
+            holder = (target, process)
+            if self._known.get(target, holder) != holder:
+                self._doubtful.add(self._known[target])  # another process has taken its place
+            self._known[target] = holder
+            holders.append(holder)
+        self._drop_ended(arena)
+        # Those for whom a slot has no place get the bytes in the message.
+        return arena.reserve([nbytes], holders[: shm.HOLDERS]) if holders else None
+
+    def _settle(self, arena: shm.Arena, slot: shm.Slot | None, lost: Lost) -> None:
+        for target in lost:
+            if (holder := self._known.get(target)) is not None:
+                self._doubtful.add(holder)
+                if slot is not None:
+                    arena.withdraw(slot, holder)
+        if slot is not None:
+            arena.release(slot)
+        self._drop_ended(arena)
+
+    def _drop_ended(self, arena: shm.Arena) -> None:
+        for holder in [h for h in self._doubtful if _ended(h[1])]:
+            self._doubtful.discard(holder)
+            arena.drop(holder)
 
     def receive(self, source: int, timeout: float) -> Arrived:
         header, body = self._control.receive(source, timeout)
@@ -143,8 +175,12 @@ class ControlMover(Mover):
         return Arrived(header, packed=torch.frombuffer(memory, dtype=torch.uint8))
 
 
-def _holder(target: int) -> str:
-    return f"weights of target rank {target}"
+def _ended(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] in ("Z", "X")  # nobody has asked for its exit code yet
 
 
 class CommunicatorControl:
@@ -160,10 +196,12 @@ class CommunicatorControl:
     def receive(self, source: int, timeout: float) -> Any:
         return self._communicator.recv(self._name_of(source), timeout=timeout)
 
-    def near(self, target: int) -> bool:
+    def process(self, target: int) -> int | None:
         """Known from the manifest on, which makes the connection."""
         place = self._communicator.place_of(self._name_of(target))
-        return place is not None and place.node == self._communicator.place.node and "shm" in place.capabilities
+        if place is None or place.node != self._communicator.place.node or "shm" not in place.capabilities:
+            return None
+        return place.pid
 
 
 class ChannelMover(Mover):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from rlinf_comm.weights.checksum import check_kind, checksum
-from rlinf_comm.weights.errors import ChecksumError, MismatchError, StaleVersion, TransferInterrupted, WeightsError
+from rlinf_comm.weights.errors import (
+    ChecksumError,
+    MismatchError,
+    StaleVersion,
+    TransferInterrupted,
+    WeightsError,
+    is_elsewhere,
+)
 from rlinf_comm.weights.layout import Layout
 from rlinf_comm.weights.local import Install, Pieces, Staging, Tensors, check_pieces, check_tensors, cut
 from rlinf_comm.weights.movers import Arrived, Header, Mover
@@ -78,7 +86,7 @@ class Receiver:
         self.version = version
         self._memory: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
-        self._plans: dict[tuple[bytes, int, tuple[str, ...]], TransferPlan] = {}
+        self._plans: dict[tuple[str, int, tuple[str, ...]], TransferPlan] = {}
         self._ahead: dict[int, Arrived] = {}
         self._staged: tuple[int, Staging | Pieces] | None = None
         self._in_use: list[tuple[str, torch.Tensor]] = []
@@ -196,10 +204,10 @@ class Receiver:
                 f"rank {self._rank}: the sender was told another layout of the targets ({header['target_layout']}) "
                 f"than this rank has ({self._layout.fingerprint})"
             )
-        key = (header["source_layout"], int(header["bucket_bytes"]), tuple(header["without"]))
+        key = (str(header["source_layout"]), int(header["bucket_bytes"]), tuple(header["without"]))
         if key not in self._plans:
             self._plans.clear()
-            source = Layout.from_data(header["source_layout"])
+            source = Layout.from_data(zlib.decompress(header["source_data"]))
             self._plans[key] = plan(source, self._layout, key[1], without=key[2])
         return self._plans[key]
 
@@ -221,7 +229,7 @@ class Receiver:
         message = self._next(source, incoming.deadline, what, far, incoming.stop)
         header = message.header
         if header["kind"] == "abort":
-            raise TransferInterrupted(f"{far}: it stopped: {header['why']}; {stays}")
+            raise TransferInterrupted(f"{far}: it stopped: {header['why']}; {stays}", elsewhere=True)
         if header["kind"] == "manifest":
             self._ahead[source] = message
             raise TransferInterrupted(f"{far}: it began version {header['version']}; {stays}")
@@ -261,5 +269,6 @@ class Receiver:
         except Exception as error:
             raise TransferInterrupted(
                 f"{far}: {what} of source rank {source} did not come: {type(error).__name__}: {error}; "
-                f"version {self.version} stays in use"
+                f"version {self.version} stays in use",
+                elsewhere=is_elsewhere(error),
             ) from error

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlinf_comm.weights.checksum import check_kind, checksum
-from rlinf_comm.weights.errors import StaleVersion, TransferInterrupted, WeightsError
+from rlinf_comm.weights.errors import StaleVersion, TransferInterrupted, WeightsError, is_elsewhere
 from rlinf_comm.weights.layout import Layout
 from rlinf_comm.weights.local import Packed, Tensors, check_tensors
 from rlinf_comm.weights.movers import Header, Lost, Mover
@@ -58,6 +59,8 @@ class Sender:
         self._rank = rank
         self._mover = mover
         self._source = source
+        # For who does not know the plan yet. Ranks differ in a few numbers, so that this is a tenth of the size.
+        self._layout = zlib.compress(source.data, 1) if rank == LEADER else b""
         self._kind = checksum
         self._without = sorted(without)
         self.plan = plan(source, target, bucket_bytes, without=without)
@@ -104,7 +107,8 @@ class Sender:
         if lost:
             first = next(iter(lost.values()))
             names = ", ".join(map(str, sorted(lost)))
-            raise TransferInterrupted(f"version {version}: target rank {names} did not get it: {first}") from first
+            what = f"version {version}: target rank {names} did not get it: {first}"
+            raise TransferInterrupted(what, elsewhere=is_elsewhere(first)) from first
         nbytes = sum(bucket.nbytes for bucket in buckets)
         return Sent(version, len(buckets), nbytes, time.perf_counter() - began)
 
@@ -120,7 +124,8 @@ class Sender:
                 "manifest",
                 version,
                 plan=self.plan.fingerprint,
-                source_layout=self._source.data,
+                source_layout=self._source.fingerprint,
+                source_data=self._layout,
                 target_layout=self.plan.target,
                 bucket_bytes=self.plan.bucket_bytes,
                 without=self._without,

@@ -135,16 +135,17 @@ class Channel:
 
     # ------------------------------------------------------------ items
 
-    def admit(self, item: Item, writer: str) -> tuple[Record, tuple[tuple[str, Item], ...]]:
-        """Take an item in (its ``uid`` is set); returns its record and the (group, item) that leave joins."""
+    def admit(self, item: Item, writer: str, beyond: bool) -> tuple[Record, tuple[tuple[str, Item], ...]]:
+        """Take an item in (its ``uid`` is set; ``beyond``: past the limits); returns its record and the (group, item)
+        that leave joins."""
         for sample in item.ids:
             if sample in self._seen:
                 raise Fault(
                     f"sample {sample} was put twice on channel {self.name}, by {self._seen[sample]} and by {writer}"
                 )
-        if not self.fits((item,)):
-            self.beyond += 1
-        self._seen.update(dict.fromkeys(item.ids, writer))
+        self.beyond += beyond
+        if item.ids:
+            self._seen.update(dict.fromkeys(item.ids, writer))
         record = Record(item, self, writer, set(self.readers), set(self.readers))
         self.records[item.uid] = record
         if record.to_hand:

@@ -50,21 +50,23 @@ class Moving:
 
     def _pump_one(self, channel: Channel, todo: dict[str, Channel]) -> None:
         while True:
-            moved = self._admit_pending(channel, relief=False)
-            moved |= channel.finish_if_ended()
+            moved = bool(channel.pending) and self._admit_pending(channel, relief=False)
+            channel.finish_if_ended()
             for group, reader in channel.readers.items():
                 moved |= self._serve(channel, group, reader, todo)
-            if moved:
-                continue
-            if channel.pending and channel.starving():
+            if not channel.pending:
+                return  # nothing that could still come in: what was served cannot move anything here
+            if not moved:
+                if not channel.starving():
+                    return
                 self._admit_pending(channel, relief=True)
-                continue
-            return
 
     def _serve(self, channel: Channel, group: str, reader: Reader, todo: dict[str, Channel]) -> bool:
         """Answer what requests of one group can be answered, in the order they came."""
         matcher = reader.matcher
         waiting = reader.waiting if matcher is None else matcher.waiting
+        if not waiting:
+            return False
         queue = reader.queue if matcher is None else matcher.queue
         moved = False
         again = True
@@ -99,7 +101,8 @@ class Moving:
     def _hand(self, item: Item, group: str, holder: str) -> None:
         record = self._records[item.uid]
         record.channel.handed(record, group)
-        self._steps[record.channel.step].ledger.enter(item.ids, holder)
+        if item.ids:
+            self._steps[record.channel.step].ledger.enter(item.ids, holder)
 
     def _discard(self, item: Item, group: str) -> None:
         """The group will never be handed the item."""
@@ -122,11 +125,12 @@ class Moving:
             head = channel.pending[0]
             if head.done < len(head.put.items):
                 item = head.put.items[head.done]
-                if not channel.fits((item,)):
+                fits = channel.fits((item,))
+                if not fits:
                     if not relief:
                         break
                     relief = False
-                self._admit(channel, item, head.put.writer)
+                self._admit(channel, item, head.put.writer, not fits)
                 head.done += 1
                 moved = True
             if head.done == len(head.put.items):
@@ -136,13 +140,14 @@ class Moving:
                 moved = True
         return moved
 
-    def _admit(self, channel: Channel, item: Item, writer: str) -> None:
+    def _admit(self, channel: Channel, item: Item, writer: str, beyond: bool) -> None:
         i = item  # twice as fast as dataclasses.replace, and done for every item
         item = Item(i.descriptor, i.key, i.weight, i.nbytes, i.ids, i.group, i.group_size, self._next_uid)
         self._next_uid += 1
-        record, gone = channel.admit(item, writer)
+        record, gone = channel.admit(item, writer, beyond)
         self._records[item.uid] = record
-        self._steps[channel.step].ledger.enter(item.ids, f"channel {channel.name}", item.group)
+        if item.ids:
+            self._steps[channel.step].ledger.enter(item.ids, f"channel {channel.name}", item.group)
         for group, left in gone:
             self._discard(left, group)
         if not record.to_fetch and item.uid in self._records:  # nobody reads the channel

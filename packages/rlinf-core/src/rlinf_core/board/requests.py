@@ -21,14 +21,17 @@ class Requests(Moving):
         if channel is None or refusal is not None:
             self._out.append(ev.PutRefused(event.req, refusal or ""))
             return
-        # A single item is let in where a blocked put would be: the reader cannot go on without it.
-        room = channel.fits(event.items) or (len(event.items) == 1 and channel.starving())
-        if event.nowait and (channel.pending or not room):
+        if event.nowait and (channel.pending or not self._has_room(channel, event)):
             self._out.append(ev.PutRefused(event.req, ev.FULL))
             return
         channel.pending.append(PendingPut(event))
         self._asked[event.req] = channel
         self._pump(channel)
+
+    @staticmethod
+    def _has_room(channel: Channel, event: ev.Put) -> bool:
+        """A single item is let in where a blocked put would be: the reader cannot go on without it."""
+        return channel.fits(event.items) or (len(event.items) == 1 and channel.starving())
 
     def _why_not_put(self, channel: Channel | None, event: ev.Put) -> str | None:
         if channel is None:

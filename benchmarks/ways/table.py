@@ -1,0 +1,123 @@
+"""The page and the chart of a run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ways.cases import CASES
+from ways.run import Figures, median_rate, percentile
+
+OURS = "rlinf_comm.Communicator"
+CHANNEL = "rlinf channel"
+
+
+def contenders(figures: Sequence[Figures]) -> list[str]:
+    order = {"ours": 0, "peer": 1, "reference": 2, "limit": 3}
+    kinds = {figure.contender: figure.kind for figure in figures}
+    return sorted(kinds, key=lambda name: order[kinds[name]])
+
+
+def cells(figures: Sequence[Figures], contender: str, case: str) -> list[Figures]:
+    return [figure for figure in figures if figure.contender == contender and figure.case == case]
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -> str:
+    """Rates of ``mine`` over ``other`` in the same round: median (min-max)."""
+    theirs = {f.round: f.rate for f in cells(figures, other, case)}
+    found = [f.rate / theirs[f.round] for f in cells(figures, mine, case) if f.round in theirs]
+    return f"{statistics.median(found):.2g} ({min(found):.2g}-{max(found):.2g})" if found else "-"
+
+
+def case_table(figures: Sequence[Figures], case: str) -> str:
+    head = ["", "items/s", "spread", "GB/s", "p50 us", "p99 us", "CPU us/item", "CPU s/GB", "Communicator to it",
+            "channel to it"]  # fmt: skip
+    lines = []
+    for name in contenders(figures):
+        found = cells(figures, name, case)
+        if not found:
+            continue
+        rates = [figure.rate for figure in found]
+        middle = statistics.median(rates)
+        size = CASES[case].nbytes
+        trips = sorted(trip for figure in found for trip in figure.trips)
+        cpu = statistics.median(figure.cpu / figure.count for figure in found)
+        shown = [number(percentile(trips, part) * 1e6) if trips else "" for part in (0.5, 0.99)]
+        gigabytes = [number(middle * size / 1e9), *shown, number(cpu * 1e6), number(cpu / size * 1e9)]
+        spread = f"{number(min(rates))}-{number(max(rates))}"
+        ratios = [ratio(figures, ours, name, case) if ours != name else "" for ours in (OURS, CHANNEL)]
+        lines.append([name, number(middle), spread, *gigabytes, *ratios])
+    rows = [head, ["---"] * len(head), *lines]
+    return f"### {case}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+TEXT = """\
+# Communication between two processes of one machine
+
+`{command}` at commit {commit}; {rounds} rounds, the contenders in turn, {seconds:g} s a measurement. {cores} cores,
+shared with other work: load {load}. Throughput is from the first `send` to the last `recv`, one item a call unless the
+name says otherwise; *spread* is the slowest and the fastest round. The round trips of all rounds are taken together.
+CPU is that of producer and consumer together (Ray's own processes are not counted). *to it*: rate of ours over that
+of the line, in the same round, median (min-max); more than 1: ours is faster. Every consumer looks at each item, and
+all of the last one of a measurement is compared.
+
+{notes}
+
+![items per second and bytes per second by size]({chart})
+
+{tables}"""
+
+NOTES = """\
+- *memcpy* and *bare ring* are limits: the ring knows the size of all items, has no order beyond its socket, and no
+  errors, time limits, keys or account.
+- gloo is told shapes and dtypes in advance, has several sends and receives under way, and sends the eight tensors
+  joined (faster than eight sends).
+- `ray.util.queue.Queue` in batches: `put_nowait_batch` and `get_nowait_batch`. *Ray objects*: calls of an actor, up to
+  64 of them or 256 MiB under way.
+- `multiprocessing`'s queues are for reference: no keys, weights, account or end of stream.
+- *rlinf channel* is core's channel in a real flow of two groups under Ray, with the link that `channels.link=auto`
+  finds; *sockets only* is without the link of shared memory.
+- *8 tensors* is a dict of eight float32 tensors, 64 KiB together."""
+
+
+def page(figures: Sequence[Figures], facts: dict[str, Any], chart: str) -> str:
+    loads = [figure.load for figure in figures]
+    tables = "\n".join(case_table(figures, case) for case in CASES if any(f.case == case for f in figures))
+    load = f"{min(loads):.1f} to {max(loads):.1f}"
+    return TEXT.format(**facts, load=load, notes=NOTES, chart=chart, tables=tables)
+
+
+def draw(figures: Sequence[Figures], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = [case for case in CASES.values() if not case.tensors and any(f.case == case.name for f in figures)]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6.5))
+    styles = {"ours": "-", "peer": "--", "reference": ":", "limit": "-."}
+    for name in contenders(figures):
+        kind = next(f.kind for f in figures if f.contender == name)
+        known = [case for case in cases if cells(figures, name, case.name)]
+        sizes = [case.nbytes for case in known]
+        rates = [median_rate(figures, name, case.name) for case in known]
+        look = {"linestyle": styles[kind], "marker": "o", "linewidth": 2.5 if kind == "ours" else 1.2, "label": name}
+        left.plot(sizes, rates, **look)
+        right.plot(sizes, [rate * size / 1e9 for rate, size in zip(rates, sizes, strict=True)], **look)
+    for axes, label in ((left, "items/s"), (right, "GB/s")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([case.nbytes for case in cases], [case.name for case in cases])
+        axes.set_xlabel("size of an item")
+        axes.set_ylabel(label)
+        axes.grid(True, which="both", alpha=0.3)
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
