@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import mmap
 import multiprocessing as mp
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -25,6 +28,13 @@ RECEIVERS = 2
 SECRET = b"of this experiment"
 MODES = {"views": "both point at the new weights", "own": "copied into both's own parameters"}
 CHECKSUMS = ("none", "crc32", *(["xxh3"] if importlib.util.find_spec("xxhash") else []))
+PAST_CACHE = "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000"
+CORES = len(os.sched_getaffinity(0))
+SETTINGS = {
+    "one": (1, "One thread copies at the sender"),
+    "past": (1, f"The same with `{PAST_CACHE}` in all processes"),
+    **({"all": (CORES, f"{CORES} threads copy at the sender")} if CORES > 1 else {}),
+}
 BOUNDS = {
     "block": "memmove, one block, once",
     "tensors": "memmove, tensor by tensor, once",
@@ -128,7 +138,10 @@ def bounds(model: dict[str, Any], size: int) -> dict[str, Callable[[], None]]:
         for target in targets:
             ctypes.memmove(target, source, size)
 
-    return {"block": lambda: ctypes.memmove(targets[0], source, size), "tensors": one_by_one, "each": for_each}
+    def one_block() -> None:
+        ctypes.memmove(targets[0], source, size)
+
+    return {"block": one_block, "tensors": one_by_one, "each": for_each}
 
 
 def measure(rounds: int, bucket_bytes: int, threads: int) -> dict[str, Any]:
@@ -232,27 +245,42 @@ def rows_of(found: dict[str, Any]) -> list[list[object]]:
     return rows
 
 
-def chart(found: dict[int, dict[str, Any]], path: Path) -> None:
+def chart(found: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.6), dpi=110, layout="constrained", facecolor="white")
+    keys = [*BOUNDS, *(f"{mode}/{kind}" for mode in MODES for kind in CHECKSUMS)]
+    figure = Figure(figsize=(4 + 2.6 * len(found), 3.4), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, (threads, entry) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        keys = [*BOUNDS, *(f"{mode}/{kind}" for mode in MODES for kind in CHECKSUMS)]
+    titles = {"one": "one thread", "past": "one thread, past the cache", "all": f"{CORES} threads"}
+    plots = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
+    for axes, (name, entry) in zip(plots, found.items(), strict=True):
         for place, key in enumerate(reversed(keys)):
-            values = entry["wall_s"][key]
+            values = entry["cpu_s"][key]
             middle = statistics.median(values)
             axes.barh(place, middle, color="#9aa5b1" if key in BOUNDS else "#2563a8", height=0.6)
             axes.plot([min(values), max(values)], [place, place], color="#1f2933", linewidth=1)
-            axes.text(max(values), place, f"  {middle:.2f} s", va="center", fontsize=8, color="#1f2933")
+            axes.text(max(values), place, f"  {middle:.2f}", va="center", fontsize=8, color="#1f2933")
         axes.set_yticks(range(len(keys)), [label(key) for key in reversed(keys)], fontsize=7)
-        axes.set_title(f"threads that copy at the sender: {threads}", fontsize=9, loc="left")
-        axes.set_xlabel("seconds (bar: median, line: least to most)", fontsize=8)
+        axes.set_title(titles[name], fontsize=9, loc="left")
+        axes.set_xlabel("CPU seconds, all processes", fontsize=8)
         axes.tick_params(axis="x", labelsize=8)
-        axes.set_xlim(0, 1.25 * max(max(values) for values in entry["wall_s"].values()))
+        axes.set_xlim(0, 1.25 * max(max(values) for values in entry["cpu_s"].values()))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def measure_apart(name: str, args: Any) -> dict[str, Any]:
+    """``measure`` in a process of its own: the C library reads its settings when it is loaded."""
+    environment = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
+    if name == "past":
+        environment |= dict([PAST_CACHE.split("=", 1)])
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--out", folder, "--setting", name]
+        command += ["--rounds", str(args.rounds), "--bucket-mib", str(args.bucket_mib)]
+        subprocess.run(command, check=True, env=environment)
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return found
 
 
 def main() -> None:
@@ -260,17 +288,21 @@ def main() -> None:
         __doc__ or "",
         ("--rounds", {"type": int, "default": 9}),
         ("--bucket-mib", {"type": int, "default": 128}),
+        ("--setting", {"choices": list(SETTINGS), "help": "measure this one in this process (used by the experiment)"}),
     )
+    if args.setting:
+        one = measure(args.rounds, args.bucket_mib << 20, SETTINGS[args.setting][0])
+        (args.out / "found.json").write_text(json.dumps(one))
+        return
     load = os.getloadavg()[0]
-    cores = len(os.sched_getaffinity(0))
-    found = {threads: measure(args.rounds, args.bucket_mib << 20, threads) for threads in sorted({1, cores})}
-    entry = found[1]
+    found = {name: measure_apart(name, args) for name in SETTINGS}
+    entry = found["one"]
     columns = ["wall s, median (min-max)", "to block", "to tensors", "to each", "CPU s, all", "CPU to each", "CPU ns/B"]
     header = ["what", *columns]
     text = (
         f"{entry['parameters'] / 1e6:.0f} M float32 parameters ({entry['bytes'] / 1e6:.0f} MB, the shapes of "
         f"SmolLM2-135M, random values, seed {SEED}, tied output head sent once) from one trainer process to two "
-        f"receiver processes on one machine ({cores} cores), in {entry['buckets']} buckets of at most "
+        f"receiver processes on one machine ({CORES} cores), in {entry['buckets']} buckets of at most "
         f"{entry['bucket_bytes'] >> 20} MiB. {args.rounds} rounds, each with every kind of transfer and the bounds in "
         "turn, after two rounds that touch all memory. The clock starts when the trainer begins to send and stops when "
         "the slower receiver has the version installed. *Both point*: both use the new weights in place, in shared "
@@ -278,13 +310,14 @@ def main() -> None:
         "CPU seconds are those of all three processes; others at work on the machine disturb them less than the wall "
         "clock. Bounds are `memmove` into memory in use, by one thread: once as one block, which the C library copies "
         "past the cache; once tensor by tensor, as the parameters lie; and as one block once for each receiver. Load "
-        f"average before: {load:.1f}.\n"
+        f"average before: {load:.1f}. In the second table all copies of 1 MiB and more go past the cache, which the C "
+        "library does here from about 100 MB on by itself.\n"
     )
-    for threads, one in found.items():
-        text += f"\n## {threads} thread{'s' * (threads > 1)} at the sender\n\n" + common.table(header, rows_of(one))
+    for name, one in found.items():
+        text += f"\n## {SETTINGS[name][1]}\n\n" + common.table(header, rows_of(one))
     memory, size = entry["memory"], entry["bytes"]
     text += (
-        "\n![seconds](weights.png)\n\nMemory beside the parameters themselves, in multiples of the bytes: "
+        "\n![CPU seconds](weights.png)\n\nMemory beside the parameters themselves, in multiples of the bytes: "
         f"{memory['own'] / size:.2f} shared while a version is on its way into own parameters; "
         f"{memory['views'] / size:.2f} where the version before is in use meanwhile; "
         f"{memory['private'] / size:.2f} private in a receiver. {entry['reserved'] / size:.2f} stay reserved for the "
@@ -293,7 +326,7 @@ def main() -> None:
         "After all rounds both receivers had, in place and in their own parameters, the bytes that were sent.\n"
     )
     chart(found, args.out / "weights.png")
-    common.write(args.out, "Weight transfer", text, {"load_average": load, "by_threads": found})
+    common.write(args.out, "Weight transfer", text, {"load_average": load, "settings": found})
 
 
 if __name__ == "__main__":

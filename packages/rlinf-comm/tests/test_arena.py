@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf_comm import arena as module
-from rlinf_comm.arena import Arena, Slot, SlotGone, open_slot
+from rlinf_comm import slots
+from rlinf_comm.arena import Arena, Slot
+from rlinf_comm.slots import SlotGone, open_slot
 
-pytestmark = pytest.mark.skipif(bool(module.unavailable()), reason=module.unavailable() or "available")
+pytestmark = pytest.mark.skipif(bool(slots.unavailable()), reason=slots.unavailable() or "available")
 
 
 def views(*parts: bytes) -> list[memoryview]:
@@ -39,7 +41,7 @@ def test_buffers_come_back_as_they_were_and_are_aligned() -> None:
     opened = open_slot(slot.ref, 0)
     assert [bytes(view) for view in opened] == parts
     addresses = [np.frombuffer(view, np.uint8).ctypes.data for view in opened if view.nbytes]
-    assert {address % module.ALIGN for address in addresses} == {0}
+    assert {address % slots.ALIGN for address in addresses} == {0}
     assert [bytes(view) for view in arena.read(slot)] == parts
     arena.close()
 
@@ -127,16 +129,37 @@ def test_memory_that_the_machine_does_not_have_is_no_room(monkeypatch: pytest.Mo
     arena = Arena(1 << 30)
     put(arena, 100)
 
-    def full(fd: int, offset: int, size: int) -> None:
+    def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        assert arena.put(views(bytes(6 << 20))) is None
-        assert arena.put(views(bytes(60_000))) is None
-    before = arena.stats()
-    assert before.segments == 1, "nothing is left of the attempt"
-    put(arena, 6 << 20)
+        patch.setattr(os, "pwritev", full)
+        for size in (200 << 20, 6 << 20, 60_000):
+            assert arena.put(views(bytes(size))) is None
+    stats = arena.stats()
+    assert stats.segments == 1, "nothing is left of the attempts"
+    assert stats.refused == 3
+    assert stats.bytes_in_use == stats.bytes_reserved == 512
+    for size in (200 << 20, 6 << 20, 60_000):
+        put(arena, size)
+
+
+@pytest.mark.parametrize("step", [1, 7, 4096, 1_000_000])
+def test_memory_that_is_written_in_several_goes_is_whole(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwritev
+
+    def short(fd: int, parts: list[memoryview], at: int) -> int:
+        return write(fd, [parts[0][: max(1, parts[0].nbytes // step)]] if parts[0].nbytes else parts, at)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    parts = [b"", b"a" * 100_000, b"b" * 99, b"", b"c" * 200_000]
+    if step > 7:
+        parts = [b"a" * 300, b"b" * 5, b"c" * 300]
+        monkeypatch.setattr(module, "WRITTEN_FROM", 1)
+    slot = Arena(64 << 20).put(views(*parts))
+    assert slot is not None
+    assert [bytes(view) for view in open_slot(slot.ref)] == parts
 
 
 def test_memory_given_back_is_taken_again() -> None:
@@ -196,13 +219,13 @@ _ARENA = Arena(64 << 20)
 
 def test_a_file_that_is_no_arena_is_not_mapped(tmp_path: Path) -> None:
     slot = put(Arena(64 << 20), 100)
-    fields = list(module._REF.unpack_from(slot.ref))
+    fields = list(slots.REF.unpack_from(slot.ref))
     path = tmp_path / "memfd:rlinf-arena"
     path.write_bytes(bytes(fields[3]))
     with path.open("rb+") as file:
         fields[2] = file.fileno()
         with pytest.raises(SlotGone):
-            open_slot(module._REF.pack(*fields) + struct.pack("<Q", 100), 0)
+            open_slot(slots.REF.pack(*fields) + struct.pack("<Q", 100), 0)
 
 
 PRODUCER = """
@@ -241,7 +264,7 @@ def test_another_process_is_read_and_nothing_stays_after_kill_9() -> None:
     process.stdout.close()
     assert bytes(opened[0]) == expected, "what is open here stays readable"
     assert shared_files() == before
-    module._mapped.forget(process.pid)
+    slots.mapped.forget(process.pid)
     with pytest.raises(SlotGone, match=f"process {process.pid}"):
         open_slot(ref, 0)
 
@@ -262,14 +285,15 @@ def test_a_forked_child_puts_nothing_into_its_parents_memory() -> None:
 
 
 def test_descriptors_are_given_back() -> None:
+    slots.mapped.forget(os.getpid())  # of the tests before
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     arena = Arena(256 << 20)
-    slots = [put(arena, 6 << 20) for _ in range(5)]
-    opened = [open_slot(slot.ref, None) for slot in slots]
+    mine = [put(arena, 6 << 20) for _ in range(5)]
+    opened = [open_slot(slot.ref, None) for slot in mine]
     assert len(opened) == 5
     arena.close()
-    del slots, opened
+    del mine, opened
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
     assert arena.put(views(b"x")) is None

@@ -15,11 +15,12 @@ import pytest
 from comm_peer import SECRET, make
 from comm_support import PROBE, Other, other, sockets_and_segments, until
 
-from rlinf_comm import handshake
+from rlinf_comm import handshake, slots
 from rlinf_comm.communicator import Communicator
 from rlinf_comm.directory import FileDirectory
 from rlinf_comm.endpoint import Record, key_of
-from rlinf_comm.errors import AuthenticationFailed, CommTimeout, PeerClosed, PeerLost, ResourceLimit
+from rlinf_comm.errors import AuthenticationFailed, CommTimeout, PeerClosed, PeerLost, RemoteError, ResourceLimit
+from rlinf_comm.transports.shm import ShmTransport
 
 MIB = 1 << 20
 
@@ -116,14 +117,14 @@ def test_a_receiver_that_is_killed_frees_the_slots_that_it_held(comm: Communicat
         for number in range(5):
             comm.send(np.full(MIB // 8, number), "there")
         assert there.expect("holding") == "holding 5 10"
-        arena = comm._endpoint.arena
-        assert arena.stats().bytes_in_use >= 5 * MIB
+        memory = comm._endpoint.arena
+        assert memory.stats().bytes_in_use >= 5 * MIB
         assert comm.stats()["there"].transports == {"shm": 5}
         there.kill()
-        until(lambda: arena.stats().bytes_in_use < PROBE, 5, "the slots' end")
+        until(lambda: memory.stats().bytes_in_use < PROBE, 5, "the slots' end")
         with pytest.raises(PeerLost):
             comm.send(np.zeros(MIB), "there")
-        assert arena.stats().bytes_in_use < PROBE
+        assert memory.stats().bytes_in_use < PROBE
 
 
 def test_a_receiver_that_is_killed_while_a_sender_is_blocked(comm: Communicator, tmp_path: Path) -> None:
@@ -302,16 +303,43 @@ def test_exhausted_file_descriptors_are_named_and_pass(tmp_path: Path) -> None:
         there.expect("used up")
         with pytest.raises(ResourceLimit, match=r"there cannot accept third.*RLIMIT_NOFILE"):
             third.send(1, "there")
+        there.tell("dial third")
+        assert "there cannot connect to third: this process has no file descriptor left (limit" in there.expect("Res")
         there.tell("still here")
         assert comm.recv("there") == "still here"  # the connection that was there goes on
         there.tell("free")
         there.expect("freed")
         third.send(2, "there")
+        there.tell("dial third")
+        assert there.expect("dialed")
+        assert third.recv("there") == "dialed"
+
+
+def test_shared_memory_that_cannot_be_opened_fails_the_message_and_is_not_leaked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = frozenset({"shm", "tcp"})
+    with make(str(tmp_path), "a", capabilities=only) as a, make(str(tmp_path), "b", capabilities=only) as b:
+        a.send(1, "b")
+        assert b.recv("a") == 1
+
+        def fails(ref: bytes, holder: int | None = None) -> list[memoryview]:
+            raise slots.SlotGone("too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShmTransport, "pull", lambda self, ticket, specs: fails(ticket))
+            a.send(np.ones(MIB), "b")
+            with pytest.raises(slots.SlotGone, match="too many open files"):
+                b.recv("a")
+        with pytest.raises(RemoteError, match="too many open files"):
+            a.flush("b")
+        until(lambda: a._endpoint.arena.stats().bytes_in_use < PROBE)
+        a.send(np.ones(MIB), "b")
+        assert b.recv("a").sum() == MIB
 
 
 def test_the_end_of_a_communicator_leaves_nothing(tmp_path: Path) -> None:
-    gc.collect()
-    before = sockets_and_segments()
+    before = what_is_open()
     with make(str(tmp_path), "a") as a, make(str(tmp_path), "b") as b, other("echo", tmp_path, "c", "a") as c:
         c.expect("ready")
         a.send(np.ones(MIB), "c")
@@ -324,12 +352,14 @@ def test_the_end_of_a_communicator_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(PeerLost):
             a.recv("c")
     del echoed, received
-    gc.collect()
-    from rlinf_comm import arena
+    until(lambda: what_is_open() == before, 10, f"what was open before ({before}; now {what_is_open()})")
 
-    arena._mapped.forget(c.pid)
-    arena._mapped.forget(os.getpid())
-    until(lambda: sockets_and_segments() == before, 10, f"what was open before ({before}; {sockets_and_segments()})")
+
+def what_is_open() -> dict[str, int]:
+    """Without mappings that are kept for further use."""
+    slots.mapped._maps.clear()
+    gc.collect()
+    return sockets_and_segments()
 
 
 def test_closing_is_announced_after_all_that_was_sent(comm: Communicator, tmp_path: Path) -> None:

@@ -448,6 +448,24 @@ def test_closing_ends_waits_in_other_threads(pair: Pair) -> None:
         work.wait(5)
 
 
+def test_a_consumer_that_raises_between_receives_loses_nothing(pair: Pair) -> None:
+    work = [pair.a.isend((number, np.full(5000, number)), "b") for number in range(40)]
+    got: list[int] = []
+    while len(got) < 40:
+        try:
+            while len(got) < 40:
+                number, values = pair.b.recv("a")
+                assert (values == number).all()
+                got.append(number)
+                if number % 7 == 3:
+                    raise KeyError(number)
+        except KeyError:
+            continue
+    assert got == list(range(40))
+    for one in work:
+        one.wait(5)
+
+
 def test_misuse_is_refused(pair: Pair) -> None:
     with pytest.raises(CommError, match="a cannot send to itself"):
         pair.a.send(1, "a")

@@ -11,9 +11,10 @@ import pytest
 import torch
 from weights_peers import SERVER, over_communicators, poll, receive_over_communicator, tensors_of
 
-from rlinf_comm.arena import Arena, unavailable
+from rlinf_comm.arena import Arena
 from rlinf_comm.communicator import Communicator
 from rlinf_comm.directory import FileDirectory
+from rlinf_comm.slots import unavailable
 from rlinf_comm.weights import Layout, Receiver, Sender, Spec, TransferInterrupted, fsdp, split
 
 SPECS = {"embed": Spec((40, 8)), "q": Spec((9, 8)), "scale": Spec(()), "steps": Spec((3,), "int64")}

@@ -12,7 +12,8 @@ import pytest
 import torch
 from weights_peers import SERVER, Pipes, parameter, poll, receiver_process, sender_process, tensors_of, until
 
-from rlinf_comm.arena import Arena, unavailable
+from rlinf_comm.arena import Arena
+from rlinf_comm.slots import unavailable
 from rlinf_comm.weights import ControlMover, Layout, Receiver, Sender, Spec, TransferInterrupted, fsdp, replicated
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "there is shared memory")

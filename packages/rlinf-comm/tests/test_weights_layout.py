@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -235,3 +237,15 @@ def test_unreduced_dtensors_are_refused(world: Callable[[int], None]) -> None:
     tensor = DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (4,)), [Partial()], run_check=False)
     with pytest.raises(LayoutError, match="'w' is P.*: only sharded and replicated"):
         from_dtensors({"w": tensor}, 4)
+
+
+def test_layouts_and_plans_do_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from rlinf_comm.weights import Spec, flat, fsdp, plan\n"
+        "specs = {'w': Spec((4, 3))}\n"
+        "assert len(plan(flat(specs, 3), fsdp(specs, 2)).buckets) == 3\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,8 @@ import pytest
 import torch
 from weights_peers import Queues, parameter, tensors_of, until
 
-from rlinf_comm.arena import HOLDERS, Arena, unavailable
+from rlinf_comm.arena import Arena
+from rlinf_comm.slots import HOLDERS, unavailable
 from rlinf_comm.weights import (
     ChannelMover,
     ChecksumError,

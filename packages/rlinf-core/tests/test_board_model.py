@@ -271,7 +271,9 @@ class Model(RuleBasedStateMachine):
         settled = [i for i in self.line if i.descriptor not in pending]
         taken = self.board.stats(C)["items"]
         live = [i for i in settled if any(i in self.left(g) for g in self.groups)]
-        extra = [i for i in out][: taken - len(live)] if taken > len(live) else []
+        # Of puts that are half in: what every group has had already, and what takes credit now.
+        gone = [i for i in out if not any(i in self.left(g) for g in self.groups)]
+        extra = out[: len(gone) + taken - len(live)]
         return [*settled, *extra]
 
     @invariant()
@@ -303,9 +305,8 @@ class Model(RuleBasedStateMachine):
                 continue
             if asked.group == "c":
                 queue = [i for i in self.own(asked) if i.descriptor in there]
-                assert self.board.ready(C, "c", asked.rank) == bool(
-                    [i for i in self.own(ev.Get(0, C, "c", asked.rank)) if i.descriptor in there]
-                )
+                mine = [i for i in self.own(ev.Get(0, C, "c", asked.rank)) if i.descriptor in there]
+                assert self.board.ready(C, "c", asked.rank) == bool(mine)
             queue = [i for i in queue if asked.key is ANY or i.key == asked.key]
             if asked.mode == "items":
                 assert not queue

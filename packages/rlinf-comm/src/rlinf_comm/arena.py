@@ -18,83 +18,48 @@ import fcntl
 import mmap
 import os
 import struct
-import sys
 import threading
 import weakref
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlinf_core.errors import RLinfError
+from rlinf_comm.slots import (
+    ALIGN,
+    AWAITED,
+    CLOSED,
+    GENERATION,
+    HOLDERS,
+    MAGIC,
+    PAGE,
+    REF,
+    SEGMENT_HEADER,
+    SLOT_HEADER,
+    cut,
+    mapped,
+    node_id,
+)
 
-ALIGN = 64
-"""Buffers begin at multiples of this (a cache line)."""
-PAGE = mmap.PAGESIZE
-SLOT_HEADER = 64
-"""At the start of a slot: one byte for each holder, then the slot's generation."""
-HOLDERS = 56
-"""Holders that a slot has room for."""
 SEGMENT_BYTES = 256 << 20
 """Of address space: memory is taken for the slots alone."""
 OWN_SEGMENT_BYTES = 64 << 20
 """A slot from this size on has a segment of its own."""
-KEPT_SEGMENTS = 64
-"""Segments of others that a process keeps mapped."""
 LOOKED_AT = 16
 """Released slots that a put looks at to see whether their holders are gone."""
-AWAITED, OPENED = 1, 2
-"""A holder's byte: it has not opened the slot yet; it has. 0: it is done with it."""
+WRITTEN_FROM = 256 << 10
+"""Bytes from which fresh memory is filled by a write."""
 
-_MAGIC = b"rlinf-a1"
-_SEGMENT_HEADER = PAGE
-_CLOSED = 24
-_REF = struct.Struct("<16sIIQQQI")
-_GENERATION = struct.Struct("<Q")
 _NOBODY = bytes(HOLDERS)
-
-
-class SlotGone(RLinfError):
-    """The slot that a reference names cannot be reached: its process has ended, is of another machine or user, or has
-    used the memory for something else since."""
-
-
-@cache
-def unavailable() -> str:
-    """Why this process cannot share memory in this way; empty when it can."""
-    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
-        return "memfd needs Linux 3.17 or newer and a Python that has os.memfd_create"
-    try:
-        fd = os.memfd_create("rlinf-check", os.MFD_CLOEXEC)
-    except OSError as error:
-        return f"memfd_create fails: {error.strerror}"
-    try:
-        os.close(os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        return f"/proc/<pid>/fd cannot be opened: {error.strerror}"
-    finally:
-        os.close(fd)
-    return ""
-
-
-@cache
-def node_id() -> bytes:
-    """16 bytes that are equal in processes which can map each other's memory: the same boot, the same process table."""
-    import hashlib
-
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        table = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        import uuid
-
-        boot, table = f"{uuid.getnode():x}", sys.platform
-    return hashlib.sha256(f"{boot} {table}".encode()).digest()[:16]
+_PADDING = memoryview(bytes(ALIGN))
+_MOST_PARTS = 1000
+"""A single write takes 1,024 parts."""
+_NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EINTR)
 
 
 def default_limit() -> int:
@@ -135,7 +100,7 @@ class _Segment:
     array: np.ndarray[Any, Any]
     size: int
     own: bool
-    used: int = _SEGMENT_HEADER
+    used: int = SEGMENT_HEADER
 
 
 @dataclass(eq=False, slots=True)
@@ -149,6 +114,8 @@ class Slot:
     ref: bytes = b""
     holders: tuple[Hashable, ...] = ()
     released: bool = False
+    fresh: bool = False
+    """Its memory has not been taken from the machine yet."""
 
 
 @dataclass
@@ -185,10 +152,17 @@ class Arena:
 
     def put(self, buffers: Sequence[memoryview], holders: Sequence[Hashable] = ()) -> Slot | None:
         """Copy ``buffers`` into a slot, or return ``None`` when there is no room. ``holders``: see ``reserve``."""
-        slot = self.reserve([buffer.nbytes for buffer in buffers], holders)
+        written = sum(buffer.nbytes for buffer in buffers) >= WRITTEN_FROM and 2 * len(buffers) < _MOST_PARTS
+        slot = self._reserve([buffer.nbytes for buffer in buffers], holders, not written)
         if slot is None:
             return None
         segment, at = slot.segment, slot.offset + SLOT_HEADER
+        if slot.fresh:
+            if _written(segment.fd, at, buffers):
+                slot.fresh = False
+                return slot
+            self._abandon(slot)
+            return None
         for buffer in buffers:
             size = buffer.nbytes
             if size:
@@ -205,11 +179,14 @@ class Arena:
         What remains to be done by the caller is ``release``, once it does not need the slot itself, and ``forget`` if
         it turns out that a holder will not open it.
         """
+        return self._reserve(sizes, holders, True)
+
+    def _reserve(self, sizes: Sequence[int], holders: Sequence[Hashable], allocate: bool) -> Slot | None:
         if len(holders) > HOLDERS:
             raise ValueError(f"a slot has room for {HOLDERS} holders, got {len(holders)}")
         end = SLOT_HEADER + sum(-(-size // ALIGN) * ALIGN for size in sizes)
         with self._lock:
-            room = self._take(_size_class(end))
+            room = self._take(_size_class(end), allocate)
             self._stats.puts += 1
             if room is None:
                 self._stats.refused += 1
@@ -217,12 +194,13 @@ class Arena:
             self._generation += 1
             # A new object each time: a late second release of an earlier use must not free this one.
             slot = Slot(room.segment, room.offset, room.size, self._generation, holders=tuple(holders))
+            slot.fresh = room.fresh
             self._used[slot.generation] = slot
             self._stats.bytes_in_use += slot.size
         segment, offset = slot.segment, slot.offset
         marks = bytes([AWAITED]) * len(holders) + bytes(HOLDERS - len(holders))
-        segment.memory[offset : offset + SLOT_HEADER] = marks + _GENERATION.pack(slot.generation)
-        head = _REF.pack(node_id(), self._pid, segment.fd, segment.size, offset, slot.generation, len(sizes))
+        segment.memory[offset : offset + SLOT_HEADER] = marks + GENERATION.pack(slot.generation)
+        head = REF.pack(node_id(), self._pid, segment.fd, segment.size, offset, slot.generation, len(sizes))
         slot.ref = head + struct.pack(f"<{len(sizes)}Q", *sizes)
         return slot
 
@@ -267,9 +245,9 @@ class Arena:
 
     def read(self, slot: Slot) -> list[memoryview]:
         """The buffers of a slot of this arena, as views (for a peer that cannot map it)."""
-        count = _REF.unpack_from(slot.ref)[-1]
-        sizes = struct.unpack_from(f"<{count}Q", slot.ref, _REF.size)
-        return _cut(memoryview(slot.segment.memory), slot.offset, sizes)
+        count = REF.unpack_from(slot.ref)[-1]
+        sizes = struct.unpack_from(f"<{count}Q", slot.ref, REF.size)
+        return cut(memoryview(slot.segment.memory), slot.offset, sizes)
 
     def stats(self) -> ArenaStats:
         with self._lock:
@@ -290,10 +268,23 @@ class Arena:
             self._used.clear()
             self._lingering.clear()
             self._bump = None
-        _mapped.forget(self._pid)
+        mapped.forget(self._pid)
 
     def _held(self, slot: Slot) -> bool:
         return slot.segment.memory[slot.offset : slot.offset + HOLDERS] != _NOBODY
+
+    def _abandon(self, slot: Slot) -> None:
+        """The machine had no memory for a fresh slot."""
+        with self._lock:
+            del self._used[slot.generation]
+            self._stats.bytes_in_use -= slot.size
+            self._stats.bytes_reserved -= slot.size
+            self._stats.refused += 1
+            if slot.segment.own:
+                self._segments.remove(slot.segment)
+                self._unmap(slot.segment)
+            else:
+                self._punch(slot)
 
     def _recycle(self, slot: Slot) -> None:
         if self._used.pop(slot.generation, None) is not None:
@@ -313,7 +304,7 @@ class Arena:
             if held == 2 and count == LOOKED_AT:
                 return  # those that came later are likely in use too
 
-    def _take(self, size: int) -> Slot | None:
+    def _take(self, size: int, allocate: bool) -> Slot | None:
         if self._closed:
             return None
         self._sweep(LOOKED_AT)
@@ -327,9 +318,9 @@ class Arena:
             self._trim(self._stats.bytes_reserved + size - self._limit)
             if self._stats.bytes_reserved + size > self._limit:
                 return None
-        return self._carve(size)
+        return self._carve(size, allocate)
 
-    def _carve(self, size: int) -> Slot | None:
+    def _carve(self, size: int, allocate: bool) -> Slot | None:
         """A place with memory of its own, or ``None`` when the machine has none to give."""
         hollow = self._hollow.get(size)
         own = size >= OWN_SEGMENT_BYTES
@@ -340,12 +331,12 @@ class Arena:
             else:
                 segment = None if own else self._bump
                 if segment is None or segment.used + size > segment.size:
-                    made = segment = self._new_segment(_SEGMENT_HEADER + size if own else SEGMENT_BYTES, own)
+                    made = segment = self._new_segment(SEGMENT_HEADER + size if own else SEGMENT_BYTES, own)
                 room = Slot(segment, segment.used, size)
-            # Memory that the machine does not have is refused here; touching it later would kill the process.
-            os.posix_fallocate(room.segment.fd, room.offset, size)
+            if allocate:  # memory that the machine does not have is refused here; touching it would kill the process
+                os.posix_fallocate(room.segment.fd, room.offset, size)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EINTR):
+            if error.errno not in _NO_MEMORY:
                 raise
             if made is not None and own:
                 self._segments.remove(made)
@@ -356,20 +347,20 @@ class Arena:
         else:
             room.segment.used += size
         self._stats.bytes_reserved += size
-        return room
+        return Slot(room.segment, room.offset, size, fresh=not allocate)
 
     def _new_segment(self, size: int, own: bool) -> _Segment:
         size = -(-size // PAGE) * PAGE
         fd = os.memfd_create("rlinf-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, _SEGMENT_HEADER)
+            os.posix_fallocate(fd, 0, SEGMENT_HEADER)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = mmap.mmap(fd, size)
         except BaseException:
             os.close(fd)
             raise
-        memory[: len(_MAGIC)] = _MAGIC
+        memory[: len(MAGIC)] = MAGIC
         segment = _Segment(fd, memory, np.frombuffer(memory, np.uint8), size, own)
         self._segments.append(segment)
         if not own:
@@ -388,15 +379,19 @@ class Arena:
                     self._segments.remove(slot.segment)
                     self._unmap(slot.segment)
                 else:
-                    first = -(-slot.offset // PAGE) * PAGE
-                    last = (slot.offset + slot.size) // PAGE * PAGE
-                    if last > first:
-                        slot.segment.memory.madvise(mmap.MADV_REMOVE, first, last - first)
-                    self._hollow.setdefault(size, []).append(slot)
+                    self._punch(slot)
+
+    def _punch(self, slot: Slot) -> None:
+        """Give the memory of a place in a shared segment back; the place can be taken again."""
+        first = -(-slot.offset // PAGE) * PAGE
+        last = (slot.offset + slot.size) // PAGE * PAGE
+        if last > first:
+            slot.segment.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+        self._hollow.setdefault(slot.size, []).append(slot)
 
     @staticmethod
     def _unmap(segment: _Segment) -> None:
-        segment.memory[_CLOSED] = 1  # who has it mapped lets go of it
+        segment.memory[CLOSED] = 1  # who has it mapped lets go of it
         os.close(segment.fd)
         segment.array = np.empty(0, np.uint8)
         # the mapping itself goes with the last view of it
@@ -409,117 +404,29 @@ def _close_in_child(reference: weakref.ref[Arena]) -> None:
         arena._closed = True
 
 
-def _cut(memory: memoryview, offset: int, sizes: Sequence[int]) -> list[memoryview]:
-    views, at = [], offset + SLOT_HEADER
-    for size in sizes:
-        views.append(memory[at : at + size])
-        at += -(-size // ALIGN) * ALIGN
-    return views
-
-
-class _Mapped:
-    """Segments of other processes (or of this one) that are mapped here."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._maps: OrderedDict[tuple[int, int, int], np.ndarray[Any, Any]] = OrderedDict()
-
-    def get(self, pid: int, fd: int, size: int) -> np.ndarray[Any, Any]:
-        key = (pid, fd, size)
-        with self._lock:
-            array = self._maps.get(key)
-            if array is not None and not array[_CLOSED]:
-                self._maps.move_to_end(key)
-                return array
-            for other in [k for k, a in self._maps.items() if a[_CLOSED]]:
-                del self._maps[other]
-            array = self._maps[key] = self._map(pid, fd, size)
-            while len(self._maps) > KEPT_SEGMENTS:
-                self._maps.popitem(last=False)
-            return array
-
-    def forget(self, pid: int) -> None:
-        """Drop what is mapped of a process that has ended."""
-        with self._lock:
-            for key in [k for k in self._maps if k[0] == pid]:
-                del self._maps[key]
-
-    @staticmethod
-    def _map(pid: int, number: int, size: int) -> np.ndarray[Any, Any]:
-        path = f"/proc/{pid}/fd/{number}"
-        try:
-            if "memfd:rlinf-arena" not in os.readlink(path):
-                raise SlotGone(f"{path} is no shared memory of ours: process {pid} has closed it")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SlotGone(f"the shared memory of process {pid} cannot be opened: {error.strerror}") from error
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
-                raise SlotGone(f"{path} is another segment than the one that the reference names")
-            memory = mmap.mmap(fd, size)
-        except OSError as error:
-            raise SlotGone(f"the shared memory of process {pid} cannot be mapped: {error.strerror}") from error
-        finally:
-            os.close(fd)
-        if memory[: len(_MAGIC)] != _MAGIC:
-            raise SlotGone(f"{path} holds no arena")
-        return np.frombuffer(memory, np.uint8)
-
-
-_mapped = _Mapped()
-
-
-def reaches(ref: bytes) -> bool:
-    """Whether the slot lies on this machine."""
-    return ref[:16] == node_id()
-
-
-def open_slot(ref: bytes, holder: int | None = None) -> list[memoryview]:
-    """The buffers of a slot as writable views of shared memory; nothing is copied.
-
-    ``holder``: the slot is marked as used under this place until the last view is garbage collected. ``None``: private
-    copies, for who has no place. Raises ``SlotGone``.
-    """
+def _written(fd: int, at: int, buffers: Sequence[memoryview]) -> bool:
+    """Write buffers into fresh memory, each at a multiple of ``ALIGN``; ``False`` when the machine has none. A write
+    costs about half as much as to take the pages, to map each and to copy into them."""
+    parts: list[memoryview] = []
+    for buffer in buffers:
+        parts.append(buffer)
+        if buffer.nbytes % ALIGN:
+            parts.append(_PADDING[: ALIGN - buffer.nbytes % ALIGN])
+    total = sum(part.nbytes for part in parts)
     try:
-        node, pid, fd, size, offset, generation, count = _REF.unpack_from(ref)
-        sizes = struct.unpack_from(f"<{count}Q", ref, _REF.size)
-    except struct.error as error:
-        raise SlotGone(f"{len(ref)} bytes are no reference to a slot") from error
-    if node != node_id():
-        raise SlotGone(f"the slot is in the memory of another machine (process {pid} there)")
-    needed = SLOT_HEADER + sum(-(-s // ALIGN) * ALIGN for s in sizes)
-    if offset < _SEGMENT_HEADER or offset + needed > size or offset % ALIGN:
-        raise SlotGone("the reference names memory outside its segment")
-    array = _mapped.get(pid, fd, size)
-    if _generation(array, offset) != generation:
-        _mapped.forget(pid)  # the process may have closed this segment and opened another under the same number
-        array = _mapped.get(pid, fd, size)
-    if holder is not None:
-        array[offset + holder] = OPENED
-    if _generation(array, offset) != generation:
-        raise SlotGone(f"process {pid} has used the slot for something else since")
-    if holder is None:
-        return [view.copy().data for view in _cut_array(array, offset, sizes)]
-    # Every view refers to this array, whose end is the end of the hold. Its base is no array: numpy lets a view of a view
-    # refer to the innermost array, past this one.
-    lent = np.frombuffer(array.data[offset : offset + needed], np.uint8)
-    weakref.finalize(lent, _let_go, array, offset + holder).atexit = False
-    memory = lent.data
-    return _cut(memory, 0, sizes)
-
-
-def _generation(array: np.ndarray[Any, Any], offset: int) -> int:
-    return int(_GENERATION.unpack_from(array.data, offset + HOLDERS)[0])
-
-
-def _cut_array(array: np.ndarray[Any, Any], offset: int, sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    views, at = [], offset + SLOT_HEADER
-    for size in sizes:
-        views.append(array[at : at + size])
-        at += -(-size // ALIGN) * ALIGN
-    return views
-
-
-def _let_go(array: np.ndarray[Any, Any], at: int) -> None:
-    array[at] = 0
+        done = os.pwritev(fd, parts, at)
+        while 0 < done < total:  # Linux writes 2 GiB at once at most
+            skipped, rest = 0, []
+            for part in parts:
+                if skipped + part.nbytes > done:
+                    rest.append(part[max(0, done - skipped) :])
+                skipped += part.nbytes
+            more = os.pwritev(fd, rest, at + done)
+            if more <= 0:
+                return False
+            done += more
+    except OSError as error:
+        if error.errno in _NO_MEMORY:
+            return False
+        raise
+    return done == total

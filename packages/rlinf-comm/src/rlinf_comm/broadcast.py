@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlinf_comm import frames
-from rlinf_comm.arena import HOLDERS
 from rlinf_comm.connection import large
 from rlinf_comm.errors import CommError, RemoteError
 from rlinf_comm.frames import Arrived, Packet
+from rlinf_comm.slots import HOLDERS
 from rlinf_comm.transports.shm import ticket_of, withdraw
 from rlinf_core.errors import describe
 

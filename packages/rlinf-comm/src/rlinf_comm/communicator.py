@@ -259,7 +259,7 @@ class Communicator:
                 raise message.error
             return decode(message.skeleton, message.buffers, allow_pickle=self._allow_pickle)
         finally:
-            message.connection.peer.consumed_one(message)
+            self._endpoint.peer(message.connection.peer.name).consumed_one(message)
 
     # Others
 

@@ -25,7 +25,7 @@ from rlinf_comm.transports.base import Buffer, Link, Transport
 
 if TYPE_CHECKING:
     from rlinf_comm.handshake import Hello
-    from rlinf_comm.peer import Peer
+    from rlinf_comm.peerstate import PeerState
 
 
 class LeftBehind(CommError):
@@ -75,7 +75,7 @@ def large(buffers: Sequence[Buffer]) -> tuple[list[int], list[int]]:
 class Connection:
     """``peer.cond`` guards what other threads look at: ``reading`` to ``over``, ``in_flight``, ``to_return``."""
 
-    def __init__(self, peer: Peer, stream: Stream, mine: Hello, theirs: Hello, *, apart: bool = False) -> None:
+    def __init__(self, peer: PeerState, stream: Stream, mine: Hello, theirs: Hello, *, apart: bool = False) -> None:
         """``apart``: the peer cannot open this end's shared memory."""
         self.peer = peer
         self.stream = stream
@@ -358,7 +358,6 @@ class Connection:
         CommTimeout a later call goes on where this one stopped. Raises Ended, PeerLost, FrameError."""
         stream = self.stream
         stream.read_deadline = deadline
-        self._deadlines.at = deadline or None  # a transport beside the stream cannot go on later
         if self._frame is None:
             fields = HEADER.unpack(stream.need(HEADER.size))
             magic, kind, flags, seq, *lengths = fields
@@ -375,7 +374,7 @@ class Connection:
         frame = self._frame
         while frame.pulled < len(frame.parts):
             self._pull(frame, frame.parts[frame.pulled])
-            self._release_there(frame.parts[frame.pulled])
+            self._release_there(frame, frame.parts[frame.pulled])
             frame.pulled += 1
         mark = bytes(stream.need(1))
         stream.skip(1)
@@ -419,10 +418,10 @@ class Connection:
             pieces = [scratch] * (size // _SCRATCH_BYTES) if size >= _SCRATCH_BYTES else []
             self.stream.read_into([*pieces, scratch[: size - len(pieces) * len(scratch)]])
 
-    def _release_there(self, part: Part) -> None:
-        """The receiver has what it needs of a part, or gives it up."""
+    def _release_there(self, frame: Arrived, part: Part) -> None:
+        """The receiver has what it needs of a part, or gives it up: a slot that could not be opened is not in use."""
         transport = self._transports.get(part.name)
-        if transport is not None and transport.needs_release:
+        if frame.error is not None or (transport is not None and transport.needs_release):
             self.control(frames.header(frames.RELEASE, text=part.name.encode() + b"\0" + part.ticket))
 
     def released(self, text: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlinf_comm import arena
+from rlinf_comm import slots
 from rlinf_comm.devices import cuda_missing
 from rlinf_comm.errors import CommError, NoRoute
 from rlinf_comm.selection import Summary, Thresholds, candidates, lacking, select
@@ -46,7 +46,7 @@ def this_node() -> dict[str, Any]:
     """What this node has, as plain data (it also runs on other nodes, through Ray)."""
     table, note = load()
     return {
-        "identity": arena.node_id().hex(),
+        "identity": slots.node_id().hex(),
         "available": sorted(usable()),
         "missing": unusable(),
         "table": [table.shm_from, table.gloo_from, table.source],

@@ -13,12 +13,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlinf_comm import arena, forks, handshake, transports
+from rlinf_comm import arena, forks, handshake, slots, transports
 from rlinf_comm.connection import Connection
 from rlinf_comm.errors import AuthenticationFailed, CommClosed, CommError, PeerLost, ResourceLimit
 from rlinf_comm.handshake import Hello, Initiator
 from rlinf_comm.iothread import IoThread
 from rlinf_comm.peer import Peer
+from rlinf_comm.peerstate import PeerState
 from rlinf_comm.selection import Thresholds
 from rlinf_comm.stream import Stream
 from rlinf_comm.transports.base import Place, Transport
@@ -93,7 +94,7 @@ class Endpoint(forks.Forked):
         self.arena = arena.Arena(shm_limit_bytes)
         self.shared: dict[str, Any] = {"arena": self.arena, "uid": self.uid}
         self.place = Place(
-            arena.node_id().hex(),
+            slots.node_id().hex(),
             os.getpid(),
             transports.usable() if capabilities is None else capabilities,
             devices,
@@ -178,7 +179,7 @@ class Endpoint(forks.Forked):
 
     # Dialing
 
-    def dial(self, peer: Peer, deadline: float) -> bool:
+    def dial(self, peer: PeerState, deadline: float) -> bool:
         """Try once to connect to ``peer``. True: not yet, try again. Raises what cannot be helped by trying again."""
         record = self._lookup(peer, deadline)
         with peer.cond:
@@ -216,15 +217,17 @@ class Endpoint(forks.Forked):
             if not kept:
                 self._give_room()
 
-    def _lookup(self, peer: Peer, deadline: float) -> Record:
+    def _lookup(self, peer: PeerState, deadline: float) -> Record:
         begun = time.monotonic()
         try:
             return Record.unpack(self.directory.lookup(key_of(peer.name), max(0.0, deadline - begun)))
         except TimeoutError as error:
             what = f"{peer.name} has not appeared in the directory"
             raise peer.timed_out(what, time.monotonic() - begun) from error
+        except OSError as error:
+            raise self.resource_error(error, f"{self.name} cannot connect to {peer.name}") from error
 
-    def _reach(self, peer: Peer, record: Record, deadline: float) -> socket.socket | None:
+    def _reach(self, peer: PeerState, record: Record, deadline: float) -> socket.socket | None:
         """A socket that is connected to the peer's listener; None when nobody listens there. Raises TimeoutError."""
         ways: list[tuple[int, Any]] = [(_family(record.host), (record.host, record.port))]
         if record.unix and record.place.node == self.place.node:
@@ -243,6 +246,8 @@ class Endpoint(forks.Forked):
                 raise
             except OSError as error:
                 sock.close()
+                if error.errno == errno.EAGAIN:  # of a unix socket: too many wait there to be accepted
+                    raise TimeoutError from error
                 if error.errno not in _NOBODY:
                     raise PeerLost(
                         f"{self.name} cannot reach {peer.name} at {address}: {error.strerror}",
@@ -251,7 +256,7 @@ class Endpoint(forks.Forked):
                     ) from error
         return None
 
-    def is_gone(self, peer: Peer) -> bool:
+    def is_gone(self, peer: PeerState) -> bool:
         """Whether nobody listens at the address that the peer has published."""
         try:
             record = Record.unpack(self.directory.lookup(key_of(peer.name), 0.0))
@@ -264,7 +269,7 @@ class Endpoint(forks.Forked):
             sock.close()
         return sock is None
 
-    def _wait_for_newer(self, peer: Peer, record: Record, deadline: float) -> bool:
+    def _wait_for_newer(self, peer: PeerState, record: Record, deadline: float) -> bool:
         until = min(deadline, time.monotonic() + STALE_S)
         while time.monotonic() < until:
             if self._lookup(peer, deadline).uid != record.uid:
@@ -300,7 +305,7 @@ class Endpoint(forks.Forked):
                 sock.send(answer)
         return side.verdict
 
-    def _turned_down(self, peer: Peer, verdict: int, reason: str) -> bool:
+    def _turned_down(self, peer: PeerState, verdict: int, reason: str) -> bool:
         if verdict in (handshake.BUSY, handshake.YIELD):
             return True
         if verdict == handshake.NO_FILES:
@@ -310,7 +315,7 @@ class Endpoint(forks.Forked):
             raise ResourceLimit(text, me=self.name, peer=peer.name)
         raise PeerLost(f"{peer.name} refuses {self.name}: {reason}", me=self.name, peer=peer.name)
 
-    def _take(self, peer: Peer, stream: Stream, mine: Hello, theirs: Hello) -> bool:
+    def _take(self, peer: PeerState, stream: Stream, mine: Hello, theirs: Hello) -> bool:
         with peer.cond:
             if peer.conn is not None or self.closed:
                 return False
@@ -360,8 +365,8 @@ class Endpoint(forks.Forked):
         if not theirs.probe:
             return theirs.place.pid == self.place.pid and theirs.place.node == self.place.node
         try:
-            return bytes(arena.open_slot(theirs.probe)[0]) == b"rlinf"
-        except (arena.SlotGone, OSError):
+            return bytes(slots.open_slot(theirs.probe)[0]) == b"rlinf"
+        except (slots.SlotGone, OSError):
             return False
 
     def establish(self, sock: socket.socket, hello: Hello, apart: bool) -> None:
@@ -394,7 +399,7 @@ class Endpoint(forks.Forked):
             return handshake.REFUSED, f"this is {self.name}, not {hello.to}"
         return handshake.WELCOME, ""
 
-    def _judge_peer(self, peer: Peer, hello: Hello) -> tuple[int, str]:
+    def _judge_peer(self, peer: PeerState, hello: Hello) -> tuple[int, str]:
         """With the peer's condition. Both ends follow one rule when they connect at once: the connection that the one
         with the smaller name makes stays."""
         conn = peer.conn

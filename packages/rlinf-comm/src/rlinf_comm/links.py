@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlinf_comm import arena
+from rlinf_comm import arena, slots
 from rlinf_core.errors import RLinfError
 
 
@@ -14,12 +14,12 @@ class SharedMemoryLink:
     name = "shm"
 
     def __init__(self, limit_bytes: int = 0) -> None:
-        if why := arena.unavailable():
+        if why := slots.unavailable():
             raise RLinfError(f"no shared memory: {why}")
         self._arena = arena.Arena(limit_bytes or None)
 
     def put(self, buffers: Sequence[memoryview], holders: int) -> tuple[arena.Slot, bytes] | None:
-        alone = 0 < holders <= arena.HOLDERS
+        alone = 0 < holders <= slots.HOLDERS
         slot = self._arena.put(buffers, range(holders) if alone else ())
         if slot is None:
             return None
@@ -34,11 +34,11 @@ class SharedMemoryLink:
         self._arena.forget(slot)
 
     def open(self, ticket: bytes, holder: int) -> list[memoryview] | None:
-        if not arena.reaches(ticket):
+        if not slots.reaches(ticket):
             return None
         try:
-            return arena.open_slot(ticket, holder if 0 <= holder < arena.HOLDERS else None)
-        except arena.SlotGone:
+            return slots.open_slot(ticket, holder if 0 <= holder < slots.HOLDERS else None)
+        except slots.SlotGone:
             return None  # the socket says whether its process is gone
 
     def close(self) -> None:

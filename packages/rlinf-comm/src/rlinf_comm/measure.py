@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_comm import arena
+from rlinf_comm import slots
 from rlinf_comm.communicator import Communicator
 from rlinf_comm.directory import FileDirectory
 from rlinf_comm.errors import CommError
@@ -37,7 +37,7 @@ ANSWERER = "answerer"
 
 def measure(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> tuple[Thresholds, list[Point]]:
     """Measure on this machine, with a second process. Raises CommError where it cannot be done."""
-    if reason := arena.unavailable():
+    if reason := slots.unavailable():
         raise CommError(f"shared memory cannot be measured: {reason}")
     secret = os.urandom(32)
     with (

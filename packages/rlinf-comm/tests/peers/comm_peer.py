@@ -17,6 +17,7 @@ import numpy as np
 
 from rlinf_comm.communicator import Communicator
 from rlinf_comm.directory import FileDirectory
+from rlinf_comm.errors import CommError
 
 SECRET = b"a secret of the tests"
 
@@ -145,6 +146,12 @@ def few_files(comm: Communicator, to: str) -> None:
             while kept:
                 os.close(kept.pop())
             say("freed")
+        elif line.startswith("dial"):
+            try:
+                comm.send("dialed", line.split()[1])
+                say("dialed")
+            except CommError as error:
+                say(type(error).__name__, error)
         else:
             comm.send(line.strip(), to)
 

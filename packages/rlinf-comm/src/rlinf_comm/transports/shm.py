@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rlinf_comm import arena
+from rlinf_comm import arena, slots
 from rlinf_comm.errors import NoRoom
 from rlinf_comm.transports.base import Buffer, BufferSpec, Link, Transport
 
@@ -22,7 +22,7 @@ class ShmTransport(Transport):
 
     @classmethod
     def unavailable(cls) -> str:
-        return arena.unavailable()
+        return slots.unavailable()
 
     def offer(self, buffers: Sequence[Buffer]) -> bytes:
         slot = self._arena.put([b for b in buffers if isinstance(b, memoryview)], (self.link.peer_name,))
@@ -33,7 +33,7 @@ class ShmTransport(Transport):
         return ticket_of(slot, 0)
 
     def pull(self, ticket: bytes, specs: Sequence[BufferSpec]) -> list[Buffer]:
-        return list(arena.open_slot(ticket[1:], ticket[0]))
+        return list(slots.open_slot(ticket[1:], ticket[0]))
 
     def release(self, ticket: bytes) -> None:
         withdraw(ticket)
@@ -51,6 +51,6 @@ def ticket_of(slot: arena.Slot, place: int) -> bytes:
 def withdraw(ticket: bytes) -> None:
     """End the hold that a ticket stands for, when its holder does not know of it."""
     try:
-        arena.open_slot(ticket[1:], ticket[0])  # and let it go again
-    except arena.SlotGone:
+        slots.open_slot(ticket[1:], ticket[0])  # and let it go again
+    except slots.SlotGone:
         pass  # it is in use for something else already

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from rlinf_comm import arena as shm
+from rlinf_comm import slots
+from rlinf_comm.arena import Arena, Slot
 from rlinf_comm.errors import CommError
 from rlinf_comm.weights.local import Packed
 
@@ -34,7 +35,7 @@ class Payload:
     """A bucket ready to go: its pieces (where they lie now) and what the mover keeps about it."""
 
     pieces: list[torch.Tensor]
-    slot: shm.Slot | None = None
+    slot: Slot | None = None
     packed: torch.Tensor | None = None
 
 
@@ -98,7 +99,7 @@ class ControlMover(Mover):
 
     concurrent = True
 
-    def __init__(self, control: Control, arena: shm.Arena | None = None) -> None:
+    def __init__(self, control: Control, arena: Arena | None = None) -> None:
         self._control = control
         self._arena = arena
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -136,7 +137,7 @@ class ControlMover(Mover):
                 self._settle(self._arena, slot, lost)
         return lost
 
-    def _reserve(self, arena: shm.Arena, nbytes: int, targets: Sequence[int]) -> shm.Slot | None:
+    def _reserve(self, arena: Arena, nbytes: int, targets: Sequence[int]) -> Slot | None:
         holders: list[Holder] = []
         for target in targets:
             process = self._control.process(target)
@@ -149,9 +150,9 @@ class ControlMover(Mover):
             holders.append(holder)
         self._drop_ended(arena)
         # Those for whom a slot has no place get the bytes in the message.
-        return arena.reserve([nbytes], holders[: shm.HOLDERS]) if holders else None
+        return arena.reserve([nbytes], holders[: slots.HOLDERS]) if holders else None
 
-    def _settle(self, arena: shm.Arena, slot: shm.Slot | None, lost: Lost) -> None:
+    def _settle(self, arena: Arena, slot: Slot | None, lost: Lost) -> None:
         for target in lost:
             if (holder := self._known.get(target)) is not None:
                 self._doubtful.add(holder)
@@ -161,7 +162,7 @@ class ControlMover(Mover):
             arena.release(slot)
         self._drop_ended(arena)
 
-    def _drop_ended(self, arena: shm.Arena) -> None:
+    def _drop_ended(self, arena: Arena) -> None:
         for holder in [h for h in self._doubtful if _ended(h[1])]:
             self._doubtful.discard(holder)
             arena.drop(holder)
@@ -171,7 +172,7 @@ class ControlMover(Mover):
         if body is None or isinstance(body, torch.Tensor):
             return Arrived(header, packed=body)
         ref, place = body
-        (memory,) = shm.open_slot(ref, place)
+        (memory,) = slots.open_slot(ref, place)
         return Arrived(header, packed=torch.frombuffer(memory, dtype=torch.uint8))
 
 
