@@ -29,8 +29,7 @@ def rows(place: Path, *overrides: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("link", ["auto", "socket"])
-@pytest.mark.parametrize("debug", ["false", "true"])
+@pytest.mark.parametrize(("link", "debug"), [("auto", "false"), ("auto", "true"), ("socket", "true")])
 def test_everything_arrives_and_nothing_is_shared_by_mistake(link: str, debug: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     steps = rows(tmp_path, f"channels.link={link}", f"cluster.debug={debug}")
