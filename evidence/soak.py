@@ -2,7 +2,8 @@
 
 A flow of four groups under Ray: a producer, two ranks that pass items on, a consumer that checks every sum, and two
 ranks that send each other objects beside the channels. Each step each process says what it has: private and shared
-memory, open files, mapped arenas, threads. At the end what is left on the machine is compared with what was there before.
+memory, open files, mapped arenas, threads. At the end what is left on the machine is compared with what was there
+before.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def main() -> None:
     text = (
         f"{len(rows)} steps of {args.step:g} s in {seconds / 60:.1f} minutes. Channel items: {items:.0f} made, lost or "
         f"doubled {lost:.0f}. Messages between the two talkers: {talked:.0f}, lost {unheard:.0f}. Wrong sums: "
-        f"{wrong:.0f}. Left in /dev/shm: {len(left() - before)}.\n\nA process's own figures, median of the second quarter "
-        "of the steps → of the last:\n\n"
+        f"{wrong:.0f}. Left in /dev/shm: {len(left() - before)}.\n\nA process's own figures, median of the second "
+        "quarter of the steps → of the last:\n\n"
         + common.table(
             ("process", "private memory MB", "mapped shared MB", "open files", "arena segments", "threads"), lines
         )
