@@ -371,11 +371,13 @@ def test_handles_in_asyncio_do_not_block_the_loop(pair: Pair) -> None:
             nonlocal turns
             while True:
                 turns += 1
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
 
         ticking = asyncio.create_task(turn())
         receiving = [pair.b.irecv("a") for _ in range(20)]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(10):
+            while turns < 5:  # the loop goes on while twenty receives wait
+                await asyncio.sleep(0)
         for number in range(20):
             await pair.a.isend(np.full(20_000, number), "b")
         got = [int((await work)[0]) for work in receiving]

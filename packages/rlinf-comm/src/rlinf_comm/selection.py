@@ -63,8 +63,8 @@ class Thresholds:
     shm_from: int = 64 << 10
     """Shared memory instead of the control stream, within one node."""
     gloo_from: int | None = None
-    """Gloo instead of tcp, between nodes. None: never. (Over a virtual cable gloo moved about half as much per second as
-    tcp from 1 MiB, and far less at 64 KiB.)"""
+    """Gloo instead of tcp, between nodes. None: never. (Over a virtual cable gloo moved about half as much per second
+    as tcp from 1 MiB, and far less at 64 KiB.)"""
     source: str = "built in"
 
     def __post_init__(self) -> None:
