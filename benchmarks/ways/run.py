@@ -70,14 +70,16 @@ def started_ray() -> Iterator[None]:
 
 
 def counted(contender: Contender, case: Case, seconds: float) -> int:
-    """How many items take about ``seconds``: found by trying, which also warms up."""
+    """How many items take about ``seconds``: found by trying, in steps so that a slow start does not count."""
     count = WARM_UP
     most = max(WARM_UP, min(MOST_ITEMS, contender.most_bytes // case.nbytes))
+    contender.throughput(case, count)
     while True:
         sample = contender.throughput(case, count)
-        if sample.seconds >= seconds / 4 or count >= most:
-            return max(WARM_UP, min(most, int(count * seconds / sample.seconds)))
-        count = min(most, max(2 * count, int(count * seconds / 3 / sample.seconds)))
+        wanted = max(WARM_UP, min(most, int(count * seconds / sample.seconds)))
+        if wanted <= count or sample.seconds >= seconds / 2:
+            return wanted
+        count = min(wanted, 8 * count)
 
 
 def measure(
