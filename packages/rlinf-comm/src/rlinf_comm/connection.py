@@ -46,7 +46,7 @@ SMALL_BYTES = 8 << 10
 """A host buffer up to this size goes inline in the frame."""
 INLINE_BYTES = 64 << 10
 """Most that goes inline in one frame."""
-SLACK_BYTES = 1 << 20
+SLACK_BYTES = 8 << 20
 """Consumed bytes are given back to the sender in lots of this size (or an eighth of the window)."""
 PER_MESSAGE = 1 << 10
 """What a message counts beyond its bytes: its objects take memory too."""

@@ -22,6 +22,8 @@ import numpy as np
 from rlinf_comm.errors import CommTimeout, PeerLost
 
 RECEIVE_BYTES = 128 << 10
+JOINED_BYTES = 16 << 10
+"""Pieces of no more than this together are joined: that costs less than to hand each to the kernel."""
 MAX_PIECES = 512
 """Buffers of one ``sendmsg`` (the system takes at most 1,024)."""
 SLICE_S = 2.0
@@ -81,7 +83,13 @@ class Stream:
         """Write all of the buffers (flat, one byte an item), after what is owed."""
         if self._first:
             self.settle()
-        self._write([b for b in buffers if len(b)])
+        total = 0
+        for buffer in buffers:
+            total += len(buffer)
+        if total > JOINED_BYTES:
+            self._write([b for b in buffers if len(b)])
+        elif total:
+            self._write([b"".join(buffers)])
 
     def settle(self) -> None:
         """Write what is owed."""

@@ -11,6 +11,7 @@ Peers authenticate with the run's secret before anything is unpickled (``rlinf_c
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import io
 import itertools
 import pickle
@@ -18,7 +19,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +64,29 @@ def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_gr
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles CPU tensors through out-of-band buffers; torch is looked at only if something has loaded it."""
+def _reduce_tensor(tensor: Any) -> Any:
+    """A plain CPU tensor as an out-of-band buffer; any other as it pickles itself."""
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    flat = tensor.detach().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    requires_grad = bool(tensor.requires_grad and tensor.is_leaf)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _rebuild_tensor, (pickle.PickleBuffer(raw), dtype, tuple(tensor.shape), requires_grad)
 
-    def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")  # another thread may be importing it
-        if torch is None or type(obj) is not getattr(torch, "Tensor", None):
-            return NotImplemented
-        if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.is_quantized:
-            return NotImplemented
-        flat = obj.detach().contiguous().reshape(-1)
-        raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
-        requires_grad = bool(obj.requires_grad and obj.is_leaf)
-        dtype = str(obj.dtype).removeprefix("torch.")
-        return _rebuild_tensor, (pickle.PickleBuffer(raw), dtype, tuple(obj.shape), requires_grad)
+
+_reducers: dict[type, Callable[[Any], Any]] = {}
+"""The process's own table of reducers and ours for tensors; made anew when torch is loaded or the former grows."""
+
+
+def _dispatch_table() -> dict[type, Callable[[Any], Any]]:
+    global _reducers
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)  # another thread may be importing it
+    if len(_reducers) != len(copyreg.dispatch_table) + (tensor is not None):
+        ours = {} if tensor is None else {tensor: _reduce_tensor}
+        _reducers = {**copyreg.dispatch_table, **ours}
+    return _reducers
 
 
 def encode(item: Any) -> Frame:
@@ -95,7 +105,9 @@ def encode(item: Any) -> Frame:
 
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=apart).dump(item)
+        pickler = pickle.Pickler(stream, protocol=5, buffer_callback=apart)
+        pickler.dispatch_table = _dispatch_table()
+        pickler.dump(item)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise ChannelError(f"a {type(item).__name__} cannot be sent through a channel: {error}") from error
     return [stream.getvalue(), *buffers]
