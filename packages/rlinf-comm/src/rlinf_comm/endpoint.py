@@ -93,40 +93,43 @@ class Endpoint(forks.Forked):
         self.closed = False
         self.arena = arena.Arena(shm_limit_bytes)
         self.shared: dict[str, Any] = {"arena": self.arena, "uid": self.uid}
-        self.place = Place(
-            slots.node_id().hex(),
-            os.getpid(),
-            transports.usable() if capabilities is None else capabilities,
-            devices,
-        )
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._open = 0
         self._broadcasts: dict[bytes, int] = {}
         self._probe_slot: arena.Slot | None = None
-        listeners, record = self._listen(host)
-        self._record = record
-        self.io = IoThread(self, listeners)
-        self.io.start()
-        forks.watch(self)
-        directory.publish(key_of(name), record.pack())
-
-    def _listen(self, host: str) -> tuple[list[socket.socket], Record]:
+        listeners: list[socket.socket] = []
         try:
-            tcp = forks.make(lambda: socket.create_server((host, 0), backlog=1024, family=_family(host)))
-        except OSError as error:
-            raise self.resource_error(error, f"{self.name} cannot listen on {host}") from error
+            usable = transports.usable() if capabilities is None else capabilities
+            self.place = Place(slots.node_id().hex(), os.getpid(), usable, devices)
+            self._record = self._listen(host, listeners)
+            self.io = IoThread(self, listeners)
+            self.io.start()
+            forks.watch(self)
+            directory.publish(key_of(name), self._record.pack())
+        except BaseException as error:
+            if hasattr(self, "io"):
+                self.close()
+            for listener in listeners:
+                listener.close()
+            if isinstance(error, OSError):
+                raise self.resource_error(error, f"{name} cannot be reached on {host}") from error
+            raise
+
+    def _listen(self, host: str, listeners: list[socket.socket]) -> Record:
+        tcp = forks.make(lambda: socket.create_server((host, 0), backlog=1024, family=_family(host)))
         tcp.setblocking(False)
-        listeners, path = [tcp], ""
+        listeners.append(tcp)
+        path = ""
         if hasattr(socket, "AF_UNIX") and os.path.isdir("/proc/self"):
             path = f"rlinf-comm-{os.urandom(8).hex()}"
             unix = forks.make(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listeners.append(unix)
             unix.bind(f"\0{path}")
             unix.listen(1024)
             unix.setblocking(False)
-            listeners.append(unix)
-        return listeners, Record(self.uid, self.place, path, host, tcp.getsockname()[1])
+        return Record(self.uid, self.place, path, host, tcp.getsockname()[1])
 
     def check(self) -> None:
         if self.forked:
@@ -471,6 +474,9 @@ class Endpoint(forks.Forked):
         self.io.stop(5.0)
         self._probe_slot = None
         self.arena.close()
+        for peer in self.peers():  # a message that was being read as its connection ended may have mapped them again
+            if peer.place is not None:
+                slots.mapped.forget(peer.place.pid)
 
 
 def key_of(name: str) -> str:

@@ -41,6 +41,7 @@ class ShmTransport(Transport):
     def close(self, lost: bool) -> None:
         if lost:
             self._arena.drop(self.link.peer_name)
+        slots.mapped.forget(self.link.peer.pid)  # what is still looked at keeps its mapping
 
 
 def ticket_of(slot: arena.Slot, place: int) -> bytes:
