@@ -92,7 +92,7 @@ class Endpoint(forks.Forked):
         self.uid = os.urandom(8).hex()
         self.closed = False
         self.arena = arena.Arena(shm_limit_bytes)
-        self.shared: dict[str, Any] = {"arena": self.arena, "uid": self.uid}
+        self.shared: dict[str, Any] = {"arena": self.arena, "uid": self.uid, "pids": set()}
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
@@ -114,7 +114,7 @@ class Endpoint(forks.Forked):
             for listener in listeners:
                 listener.close()
             if isinstance(error, OSError):
-                raise self.resource_error(error, f"{name} cannot be reached on {host}") from error
+                raise self.resource_error(error, f"{name} cannot listen on {host}") from error
             raise
 
     def _listen(self, host: str, listeners: list[socket.socket]) -> Record:
@@ -472,11 +472,14 @@ class Endpoint(forks.Forked):
             peer.send_lane.join(1.0)
             peer.recv_lane.join(1.0)
         self.io.stop(5.0)
+        for peer in peers:  # what nobody received must not wait for the garbage collector to give its memory back
+            peer.inbox.clear()
+            peer.collective.clear()
         self._probe_slot = None
         self.arena.close()
-        for peer in self.peers():  # a message that was being read as its connection ended may have mapped them again
-            if peer.place is not None:
-                slots.mapped.forget(peer.place.pid)
+        # A message that was being read as its connection ended may have mapped it again.
+        for pid in self.shared["pids"]:
+            slots.mapped.forget(pid)
 
 
 def key_of(name: str) -> str:

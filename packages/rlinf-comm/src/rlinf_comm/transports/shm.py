@@ -19,6 +19,7 @@ class ShmTransport(Transport):
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self._arena: arena.Arena = link.shared["arena"]
+        link.shared["pids"].add(link.peer.pid)
 
     @classmethod
     def unavailable(cls) -> str:
