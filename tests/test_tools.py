@@ -97,8 +97,17 @@ def test_a_new_package_passes_its_checks_at_once(workspace: Path) -> None:
     assert "exists already" in again.stderr
 
 
-@pytest.mark.parametrize("group", ["rlinf.envs", "rlinf.rewards"])
-def test_a_new_plugin_passes_its_checks_at_once_and_is_found(tmp_path: Path, group: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        ("rlinf.envs", "AcmeLine"),
+        ("rlinf.rewards", "AcmeLine"),
+        ("rlinf.transports", "AcmeLine"),
+        ("rlinf.links", "AcmeLine"),
+        ("rlinf.doctor", "section"),
+    ],
+)
+def test_a_new_plugin_passes_its_checks_at_once_and_is_found(tmp_path: Path, group: str, name: str) -> None:
     arguments = ["acme-line", "--plugin", "--group", group, "--into", tmp_path]
     done = run(sys.executable, ROOT / "tools/new_package", *arguments)
     assert done.returncode == 0, done.stderr
@@ -115,7 +124,7 @@ def test_a_new_plugin_passes_its_checks_at_once_and_is_found(tmp_path: Path, gro
     assert strict.returncode == 0, strict.stdout
     find = f"from rlinf_core.registry import Registry; print(Registry({group!r}).load('acme_line').__name__)"
     found = run(sys.executable, "-c", find, PYTHONPATH=str(site))
-    assert found.stdout.strip() == "AcmeLine", found.stderr
+    assert found.stdout.strip() == name, found.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
+from dataclasses import make_dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -130,3 +132,17 @@ def test_a_long_list_of_things_to_pickle_inside_a_pickle() -> None:
     back, _, received = round_trip(Holder(parts=parts))
     assert [float(part.t[0]) for part in back.parts] == [float(n) for n in range(50)]
     assert len(received) == 51
+
+
+@pytest.mark.parametrize("form", ["dataclass", "pickle"])
+def test_a_class_of_the_other_script_is_to_be_defined_where_both_import_it(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = sys.modules["__main__"]
+    made: type[Any] = make_dataclass("OfTheScript", ["x"]) if form == "dataclass" else type("OfTheScript", (), {})
+    made.__module__ = "__main__"
+    monkeypatch.setattr(script, "OfTheScript", made, raising=False)
+    skeleton, buffers = encode(made(1) if form == "dataclass" else made(), allow_pickle=True)
+    monkeypatch.delattr(script, "OfTheScript")
+    with pytest.raises(CodecError, match="OfTheScript.*; define it in a module that both ends import"):
+        decode(skeleton, buffers, allow_pickle=True)

@@ -67,6 +67,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "usable", lambda: frozenset({"tcp", "inproc"}))
     monkeypatch.setattr(doctor, "unusable", lambda: {"shm": "the cable is out", "gloo": "it cannot be imported"})
     monkeypatch.setattr(doctor, "cuda_missing", lambda: "no CUDA")
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -109,6 +110,15 @@ def test_what_cannot_be_measured_or_kept_is_said(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert next(section(Ask(measure=True))).startswith("measured, but it could not be kept: ")
+
+
+def test_measuring_on_a_busy_machine_is_said(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure", lambda: (Thresholds(), [Point(1, 1.0, 1.0)]))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (4.01, 0.0, 0.0))
+    assert next(section(Ask(measure=True))) == "the load is 4.0 on 4 cores: measure again when the machine is idle"
+    monkeypatch.setattr("os.getloadavg", lambda: (4.0, 9.0, 9.0))
+    assert "load" not in next(section(Ask(measure=True)))
 
 
 def test_a_cluster_shows_each_kind_of_node_and_what_lies_between(installed: None) -> None:

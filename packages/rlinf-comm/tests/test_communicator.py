@@ -339,6 +339,7 @@ def test_exhausted_shared_memory_falls_back_and_is_counted(caplog: pytest.LogCap
         stats = pair.a.stats()["b"]
         assert stats.fallbacks >= 5 and stats.transports["tcp"] == stats.fallbacks
         assert caplog.text.count("no room for") == 1
+        assert f"(the limit is {5 * MIB} bytes: shm_limit_bytes); the message goes another way" in caplog.text
         held.clear()
         gc.collect()
         pair.a.send(np.zeros(MIB, np.uint8), "b")
@@ -476,6 +477,8 @@ def test_misuse_is_refused(pair: Pair) -> None:
             Communicator("c", b"s", LocalDirectory(), **options)  # type: ignore[arg-type]
     with pytest.raises(CommError, match="a name and a secret"):
         Communicator("c", b"", LocalDirectory())
+    with pytest.raises(CommError, match="c: the secret must be bytes, not str"):
+        Communicator("c", "secret", LocalDirectory())  # type: ignore[arg-type]
     with pytest.raises(CommError, match="cannot listen on 203"):
         Communicator("c", b"s", LocalDirectory(), host="203.0.113.1")
 

@@ -7,14 +7,16 @@ import socket
 import sys
 import time
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlinf_core import registry
 from rlinf_core.cli import doctor, machine
-from rlinf_core.cli.machine import GIB, Machine
+from rlinf_core.cli.machine import GIB, Machine, Raylet
 from rlinf_core.cli.main import main
 from rlinf_core.config import sources
 from rlinf_core.errors import RLinfError
@@ -53,7 +55,9 @@ def test_a_healthy_machine_hurts_nowhere() -> None:
         ({"disk_nearly_full": frozenset({"/"})}, "95 % full"),
         ({"stale_locks": ("/x/lock",)}, "stale compile lock /x/lock"),
         ({"allocator": "A=b"}, "A=b: expandable segments"),
-        ({"raylets": (7,)}, "left over from a crash"),
+        ({"raylets": (Raylet(7), Raylet(8))}, "raylet 7, 8: its driver is gone and its cluster does not answer"),
+        ({"raylets": (Raylet(7), Raylet(8))}, "left over (ray stop)"),
+        ({"raylets": (Raylet(7), Raylet(8, "in use by process 6"))}, "left over (kill 7)"),
     ],
 )
 def test_what_hurts_is_named_with_its_number(change: dict[str, object], part: str) -> None:
@@ -66,6 +70,66 @@ def test_devices_and_ray_are_described() -> None:
     seen = replace(HEALTHY, gpus=("0, H200, GPU-1, 140 GiB",), ray_address="10.0.0.1:6379", ray_address_from="x")
     assert "device 0, H200, GPU-1, 140 GiB" in list(doctor.describe_machine(seen))
     assert any("10.0.0.1:6379" in line for line in doctor.describe_ray(seen))
+
+
+def test_a_raylet_in_use_hurts_nobody() -> None:
+    seen = replace(HEALTHY, raylets=(Raylet(8, "in use by process 6"), Raylet(9)))
+    lines = list(doctor.describe_ray(seen))
+    assert "raylet process 8: in use by process 6" in lines and "raylet process 9: left over" in lines
+    assert list(doctor.hurts(replace(HEALTHY, raylets=seen.raylets[:1]))) == []
+
+
+class OneProcess:
+    """As psutil shows it."""
+
+    def __init__(self, words: list[str], ppid: int = 1, name: str = "raylet", fault: Exception | None = None) -> None:
+        self.info = {"name": name}
+        self.pid = 7
+        self._words, self._ppid, self._fault = words, ppid, fault
+
+    def cmdline(self) -> list[str]:
+        if self._fault:
+            raise self._fault
+        return self._words
+
+    def ppid(self) -> int:
+        return self._ppid
+
+
+def test_a_raylet_is_used_by_its_driver_or_by_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answers = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(machine.socket, "create_connection", only(server.getsockname()[1], socket.create_connection))
+        began = "--session-name=session_2026-01-01_00-00-00_1_41"
+        silent = "--gcs-address=127.0.0.1:1"
+        shown = [
+            OneProcess([began, silent], ppid=41),
+            OneProcess([began, silent], ppid=42),
+            OneProcess([began, f"--gcs-address={answers}"]),
+            OneProcess([]),
+            OneProcess([began], ppid=41, name="python"),
+            OneProcess([], fault=psutil.NoSuchProcess(7)),
+            OneProcess([], fault=psutil.AccessDenied(7)),
+        ]
+        monkeypatch.setattr(psutil, "process_iter", lambda names: iter(shown))
+        assert [raylet.used_by for raylet in machine.find_raylets()] == [
+            "in use by process 41",
+            "",
+            f"in use by the cluster at {answers}",
+            "",
+            "of another user",
+        ]
+
+
+def only(port: int, connect: Callable[..., socket.socket]) -> Callable[..., socket.socket]:
+    """``create_connection`` that is refused elsewhere than at ``port``."""
+
+    def refusing(address: tuple[str, int], **options: float) -> socket.socket:
+        if address[1] != port:
+            raise ConnectionRefusedError(address)
+        return connect(address, **options)
+
+    return refusing
 
 
 def test_missing_parts_say_what_they_add_and_how(monkeypatch: pytest.MonkeyPatch) -> None:

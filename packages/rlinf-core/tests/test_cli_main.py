@@ -191,6 +191,50 @@ def test_a_failed_run_ends_with_one_clear_error(
     assert bool(above) or err == f"{last}\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "hinted"),
+    [
+        (WorkerError("a[0] failed in setup: ModuleNotFoundError: No module named 'rlinf_absent'", member="a[0]"), True),
+        (ModuleNotFoundError("No module named 'rlinf_absent'", name="rlinf_absent"), True),
+        (ConfigError("No module named 'rlinf_absent'; install it with: tools/install rlinf-absent"), False),
+        (ModuleNotFoundError("No module named 'rlinf_absent.part'"), False),  # the package itself is there
+        (ModuleNotFoundError("No module named 'rlinf_stranger'"), False),
+    ],
+)
+def test_a_package_of_ours_that_is_not_there_can_be_installed(
+    entries: list[Entry],
+    runner: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    hinted: bool,
+) -> None:
+    def run(cfg: Config, recipe: str) -> int:
+        raise error
+
+    runner.run = run  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry, "OURS", ("rlinf_absent",))
+    assert main(["run", "toys/count"]) in (1, 2)
+    line = last_line(capsys)
+    said = str(error.args[0])
+    command = install_command("rlinf-absent")
+    assert line.endswith(f"{said}; install it with: {command}" if hinted else said)
+
+
+def test_a_recipe_that_needs_a_package_of_ours_names_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "OURS", ("rlinf_absent",))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "needy_recipe.py"
+    path.write_text("\nimport rlinf_absent.codec\n")
+    assert main(["run", str(path)]) == 2
+    line = last_line(capsys)
+    assert line.endswith(
+        f"ModuleNotFoundError: No module named 'rlinf_absent' (line 2); install it with: {install_command('rlinf-absent')}"
+    )
+
+
 @pytest.mark.parametrize("kind", [ConfigError, ZeroDivisionError])
 def test_an_endless_message_is_cut_in_the_last_line(
     entries: list[Entry], runner: types.ModuleType, capsys: pytest.CaptureFixture[str], kind: type[Exception]

@@ -286,7 +286,10 @@ def test_a_schema_that_cannot_be_typed_is_named(install: Install) -> None:
         "@dataclass\nclass Clash:\n    seed: str = ''\nSCHEMAS = {'odd/a': Odd, 'odd/b': Clash}\n"
     )
     install("odd_conf", init, {f"odd/{name}.yaml": "program: a:b\nnum_steps: 1\n" for name in "ab"})
-    assert "odd_conf.Odd may not have a field 'items'" in fault("odd/a")
+    assert (
+        "odd_conf.Odd may not have a field 'items': 'items' is the name of a method of the configuration node; "
+        "choose another name, e.g. num_items" in fault("odd/a")
+    )
     assert "changes the type of 'seed' from int to str" in fault("odd/b")
 
 

@@ -208,6 +208,10 @@ def test_a_wrong_key_is_refused_when_composing(tmp_path: Path) -> None:
     assert cfg.channels.deals.to_dict() == {"items": "weight", "more": "sink:round_robin"}
     with pytest.raises(ConfigError, match=r"channels\.deals\.items: one of shared, round_robin, weight, got 'waight'"):
         compose(str(tmp_path / "mine.py"), ["num_steps=1", "channels.deals.items=waight"])
+    with pytest.raises(ConfigError, match=r"a mapping to text, got text; .* channels\.deals\.CHANNEL=weight$"):
+        compose(str(tmp_path / "mine.py"), ["num_steps=1", "channels.deals=weight"])
+    with pytest.raises(ConfigError, match=r"got an integer; .* placement\.GROUP=1$"):
+        compose(str(tmp_path / "mine.py"), ["num_steps=1", "placement=1"])
 
 
 class TestRun:

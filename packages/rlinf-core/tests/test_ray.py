@@ -15,6 +15,7 @@ import ray
 import toy_workers as toys
 from driving import drive, our_workers
 
+from rlinf_core.cli.machine import find_raylets
 from rlinf_core.cluster import SLOT, connect
 from rlinf_core.errors import PlacementError, WorkerError
 
@@ -39,6 +40,11 @@ def cluster() -> Iterator[None]:
 
 def run(tmp_path: Path, cfg: Any = SMALL, **options: Any) -> Any:
     return drive(toys.program, cfg, tmp_path, debug=False, **options)
+
+
+def test_the_doctor_sees_that_our_ray_is_in_use() -> None:
+    mine = f"in use by process {os.getpid()}"
+    assert mine in [raylet.used_by for raylet in find_raylets()]
 
 
 @pytest.mark.parametrize(("plan", "portion"), [("temporal", None), ("spatial", 2)])

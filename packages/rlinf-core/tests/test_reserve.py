@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +12,14 @@ import pytest
 
 from rlinf_core.board import events as ev
 from rlinf_core.channel import Clock, Endpoint, Sections, Writer
-from rlinf_core.errors import ChannelPoisoned, EndOfChannel, WaitTimeout
+from rlinf_core.errors import Cancelled, ChannelError, ChannelFull, ChannelPoisoned, EndOfChannel, WaitTimeout
 from rlinf_core.hub import client as module
 from rlinf_core.hub.client import TOGETHER, HubClient
 from rlinf_core.hub.messages import DRIVER, ChannelArg, Hello
 from rlinf_core.hub.server import HubServer
 from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
-from rlinf_core.reader import Reader
-from rlinf_core.reserve import MOST_BYTES, MOST_ITEMS, Reserve, Reserves
+from rlinf_core.reader import Reader, join
+from rlinf_core.reserve import MOST_BYTES, MOST_ITEMS, Reserve
 
 SECRET = b"s" * 32
 PATIENCE_S = 20.0
@@ -30,7 +32,7 @@ def item(uid: int, key: Any = None, nbytes: int = 10, weight: float = 1.0) -> ev
 
 class TestReserve:
     def test_asks_for_more_and_more_as_long_as_items_are_small(self) -> None:
-        reserve = Reserve("c")
+        reserve = Reserve()
         sizes = []
         for uid in range(8):
             reserve.received((item(uid),))
@@ -41,33 +43,12 @@ class TestReserve:
         reserve.received((item(10, nbytes=10 * MOST_BYTES),))
         assert reserve.size == 1
 
-    def test_a_key_is_taken_in_its_own_order(self) -> None:
-        reserve = Reserve("c")
-        reserve.received((item(0, "a"), item(1, "b"), item(2, "a")))
-        taken = [reserve.take("b"), reserve.take("b"), reserve.take("a"), reserve.take(ev.ANY), reserve.take(ev.ANY)]
-        assert [None if one is None else one.uid for one in taken] == [1, None, 0, 2, None]
-
-    def test_a_weight_is_filled_and_a_heavier_head_comes_alone(self) -> None:
-        reserve = Reserve("c")
-        reserve.received(tuple(item(uid, weight=weight) for uid, weight in enumerate([2, 2, 9, 1])))
-        assert [one.uid for one in reserve.take_weight(5)] == [0, 1]
-        assert [one.uid for one in reserve.take_weight(5)] == [2]
-        assert [one.uid for one in reserve.take_weight(5)] == [3]
-        assert reserve.take_weight(5) == []
-
     def test_the_hub_is_told_of_fetched_items_in_bundles(self) -> None:
-        reserve = Reserve("c")
+        reserve = Reserve()
         told = [reserve.fetched(item(uid)) for uid in range(40)]
         assert [len(uids) for uids in told if uids] == [32]
         assert reserve.all_fetched() == tuple(range(32, 40))
         assert reserve.fetched(item(41, nbytes=1 << 20)) == (41,)
-
-    def test_only_so_many_channels_are_kept(self) -> None:
-        reserves = Reserves()
-        for number in range(Reserves.KEPT + 5):
-            reserves.of(f"c{number}").received((item(0),))
-        assert len(reserves._of) == Reserves.KEPT
-        assert "c0" not in reserves._of
 
 
 class Rig:
@@ -133,7 +114,6 @@ def test_items_come_in_order_and_are_asked_for_ahead(rig: Rig) -> None:
     with pytest.raises(EndOfChannel):
         reader.get()
     reader.settle()
-    assert rig.endpoint.reserves._of == {}
 
 
 def test_what_was_asked_for_ahead_is_there_for_a_later_call(rig: Rig) -> None:
@@ -148,36 +128,113 @@ def test_what_was_asked_for_ahead_is_there_for_a_later_call(rig: Rig) -> None:
     assert got == list(range(25))
 
 
-def test_what_a_call_leaves_counts_as_unread_and_takes_credit(rig: Rig) -> None:
+def test_what_a_call_leaves_is_unread_and_takes_credit(rig: Rig) -> None:
     rig.put(*range(100))  # as many as the channel holds
     first = rig.reader()
     assert [first.get() for _ in range(10)] == list(range(10))
     first.settle()
-    kept = len(rig.endpoint.reserves.of(CHANNEL).items)
-    assert kept > 0
     rig.endpoint.client.send()  # what was to go along
     rig.until_undelivered(90)
     assert rig.hub.call(lambda core: core.board._channels[CHANNEL].unread()) == 90
     rig.put(*range(100, 110))
-    more = rig.out._endpoint.client.request(
-        lambda req: ev.Put(req, "a[0]#0", CHANNEL, rig.out._prepare(110, (None,), 1.0)), "credit"
-    )
-    second = rig.reader()
-    assert [second.get() for _ in range(kept)] == list(range(10, 10 + kept))
-    rig.endpoint.client.send()
-    rig.out._endpoint.client.wait(more, PATIENCE_S)  # what was kept gave its credit back when it was read
+    with pytest.raises(ChannelFull):
+        rig.out.put_nowait(110)
     rig.out.close()
-    assert list(second) == list(range(10 + kept, 111))
-    second.settle()
-    rig.endpoint.client.send()
-    rig.until_undelivered(0)
+    assert list(rig.reader()) == list(range(10, 110))
+
+
+def test_an_iterator_kept_over_calls_reads_on(rig: Rig) -> None:
+    rig.put(*range(30))
+    first = rig.reader()
+    kept = iter(first)
+    got = [next(kept) for _ in range(3)]
+    first.settle()
+    got += [next(kept) for _ in range(6)]
+    rig.out.close()
+    got += list(rig.reader())
+    assert got == list(range(30))
+
+
+def test_two_threads_that_read_miss_nothing(rig: Rig) -> None:
+    rig.put(*range(60))
+    rig.out.close()
+    reader = rig.reader()
+    got = [reader.get() for _ in range(10)]
+    others: list[int] = []
+    thread = threading.Thread(target=lambda: others.extend(reader))
+    thread.start()
+    got += list(reader)
+    thread.join(PATIENCE_S)
+    reader.settle()
+    assert sorted(got + others) == list(range(60))
+
+
+def test_a_join_after_single_items_gets_the_rest(rig: Rig) -> None:
+    other = "x/0:d"
+    rig.driver.send(
+        ev.OpenChannel(other, "x/0", 100, 0),
+        ev.AddReader(other, "b"),
+        ev.AddWriter(other, "a[0]#1"),
+        ev.SealWriters(other),
+    )
+    rig.put("a", "b", "c", "d")
+    rig.out.close()
+    second = Writer(rig.out._endpoint, ChannelArg(other, "out", "a[0]#1"))
+    for key in ("d", "c"):
+        second.put(key, key=key, timeout=PATIENCE_S)
+    second.close()
+    reader = rig.reader()
+    assert [reader.get(), reader.get()] == ["a", "b"]
+    pairs = join(reader, Reader(rig.endpoint, ChannelArg(other, "in", sole=True)), by="key")
+    assert sorted(pairs) == [("c", "c"), ("d", "d")]
+
+
+def test_what_is_to_be_served_is_served_though_nothing_is_waited_for(rig: Rig) -> None:
+    rig.put(*range(50))
+    reader = rig.reader()
+    client = rig.endpoint.client
+    assert [reader.get() for _ in range(20)] == list(range(20))
+    served: list[int] = []
+    client.serve_offload = lambda: served.append(1)
+    with client._condition:
+        client._offload_wanted = True
+    assert reader.get() == 20
+    assert served == [1]
+    client.cancelled = "the run is being stopped: as asked"
+    with pytest.raises(Cancelled, match="as asked"):
+        reader.get()
+
+
+def test_a_get_that_is_cancelled_while_it_fetches_still_counts(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.put(0, 1)
+    reader = rig.reader()
+    entered, go_on = threading.Event(), threading.Event()
+    fetch = Reader._fetch
+
+    def slow(self: Reader, items: Any) -> Any:
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+        return fetch(self, items)
+
+    async def main() -> list[Any]:
+        monkeypatch.setattr(Reader, "_fetch", slow)
+        getting = asyncio.ensure_future(reader.get_async())
+        while not entered.is_set():
+            await asyncio.sleep(0)
+        getting.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        return [await getting, await reader.get_async()]
+
+    assert asyncio.run(main()) == [0, 1]
 
 
 def test_settling_withdraws_the_request_that_waits(rig: Rig) -> None:
     rig.put(*range(4))
     reader = rig.reader()
     assert [reader.get() for _ in range(4)] == [0, 1, 2, 3]
-    assert rig.endpoint.reserves.of(CHANNEL).pending is not None
+    assert reader._reserve is not None
+    assert reader._reserve.pending is not None
     reader.settle()
     assert rig.hub.call(lambda core: dict(core.members["b[0]"].beside)) == {}
     rig.put(4)
@@ -199,10 +256,10 @@ def test_keys_weights_and_portions_after_single_items(rig: Rig) -> None:
 
 def test_portions_are_exact_also_when_some_items_were_taken_before(rig: Rig) -> None:
     rig.put(*range(11))
-    reader = rig.reader(portion=4)
+    reader = rig.reader()
     assert [reader.get(), reader.get(), reader.get()] == [0, 1, 2]
     rig.out.close()
-    assert list(reader.batches()) == [[3, 4, 5, 6], [7, 8, 9, 10]]
+    assert list(reader.batches(4)) == [[3, 4, 5, 6], [7, 8, 9, 10]]
 
 
 def test_the_next_portion_is_on_its_way_while_one_is_worked_on(rig: Rig) -> None:
@@ -238,9 +295,8 @@ def test_a_fault_of_the_step_reaches_a_reader_that_had_asked_ahead(rig: Rig) -> 
     reader = rig.reader()
     assert [reader.get() for _ in range(3)] == [0, 1, 2]
     rig.driver.send(ev.FailStep("x/0", "as asked"))
-    with pytest.raises(ChannelPoisoned, match="as asked"):
+    with pytest.raises((ChannelPoisoned, Cancelled), match="as asked"):  # whichever it hears of first
         reader.get(timeout=PATIENCE_S)
-    reader.settle()
 
 
 def test_puts_in_quick_succession_travel_together_and_in_order(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +332,21 @@ def test_other_messages_do_not_overtake_puts(rig: Rig, monkeypatch: pytest.Monke
     rig.out.put("first")
     rig.out._endpoint.client.send(ev.CloseWriter(channel=CHANNEL, writer="a[0]#0"))
     assert list(rig.reader()) == ["first"]
+
+
+def test_a_key_that_cannot_travel_is_refused_where_it_is_put(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUICK_S", 100.0)
+    rig.out.put(1)
+    with pytest.raises(ChannelError, match=r"the key .*lock.* cannot be sent"):
+        rig.out.put(2, key=threading.Lock())
+    rig.out.put(3)
+    rig.out.close()
+    assert list(rig.reader()) == [1, 3]
+
+
+def test_a_put_that_is_given_up_keeps_nothing(rig: Rig) -> None:
+    rig.put(*range(100))
+    for _ in range(3):
+        with pytest.raises(WaitTimeout):
+            rig.out.put(bytes(50_000), timeout=0.01)
+    assert len(rig.store) == 0

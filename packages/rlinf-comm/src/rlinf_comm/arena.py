@@ -19,6 +19,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -52,6 +53,8 @@ OWN_SEGMENT_BYTES = 64 << 20
 """A slot from this size on has a segment of its own."""
 LOOKED_AT = 16
 """Released slots that a put looks at to see whether their holders are gone."""
+LOOK_AGAIN_S = 0.01
+"""An arena that is full of what consumers keep is not searched for room again before this has passed."""
 WRITTEN_FROM = 256 << 10
 """Bytes from which fresh memory is filled by a write."""
 
@@ -147,6 +150,7 @@ class Arena:
         self._stats = ArenaStats()
         self._generation = int.from_bytes(os.urandom(4), "little") << 16
         self._closed = False
+        self._full_until = 0.0
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=partial(_close_in_child, weakref.ref(self)))
 
@@ -249,6 +253,11 @@ class Arena:
         sizes = struct.unpack_from(f"<{count}Q", slot.ref, REF.size)
         return cut(memoryview(slot.segment.memory), slot.offset, sizes)
 
+    @property
+    def limit(self) -> int:
+        """The most memory that it takes, in bytes."""
+        return self._limit
+
     def stats(self) -> ArenaStats:
         with self._lock:
             self._sweep(len(self._lingering))
@@ -289,6 +298,7 @@ class Arena:
     def _recycle(self, slot: Slot) -> None:
         if self._used.pop(slot.generation, None) is not None:
             self._stats.bytes_in_use -= slot.size
+            self._full_until = 0.0
             self._free.setdefault(slot.size, []).append(slot)
 
     def _sweep(self, count: int) -> None:
@@ -309,12 +319,21 @@ class Arena:
             return None
         self._sweep(LOOKED_AT)
         free = self._free.get(size)
-        if not free and self._lingering and self._stats.bytes_reserved + size > self._limit:
+        full = not free and self._stats.bytes_reserved + size > self._limit
+        if full:
+            began = time.monotonic()
+            if began < self._full_until:
+                return None
             self._sweep(len(self._lingering))
             free = self._free.get(size)
+            if not free and not any(
+                self._free.values()
+            ):
+                now = time.monotonic()
+                self._full_until = now + max(LOOK_AGAIN_S, 20 * (now - began))
         if free:
             return free.pop()
-        if self._stats.bytes_reserved + size > self._limit:
+        if full:
             self._trim(self._stats.bytes_reserved + size - self._limit)
             if self._stats.bytes_reserved + size > self._limit:
                 return None

@@ -25,6 +25,7 @@ from rlinf_comm.endpoint import Endpoint
 from rlinf_comm.errors import CommError
 from rlinf_comm.frames import Arrived, Packet
 from rlinf_comm.thresholds import thresholds as measured_thresholds
+from rlinf_comm.transports import wrong_names
 from rlinf_core.errors import describe
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ class Communicator:
     ) -> None:
         if not name or not secret:
             raise CommError("a communicator needs a name and a secret")
+        if not isinstance(secret, bytes | bytearray):
+            raise CommError(f"{name}: the secret must be bytes, not {type(secret).__name__} (a text: .encode())")
+        if capabilities is not None and (wrong := wrong_names(capabilities)):
+            raise CommError(f"{name}: capabilities: {wrong}", me=name)
         if timeout <= 0 or window_bytes <= 0 or max_connections <= 0:
             raise CommError(f"{name}: timeout, window_bytes and max_connections must be more than 0")
         self.name = name

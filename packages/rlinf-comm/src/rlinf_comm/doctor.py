@@ -6,16 +6,17 @@ Entry point of the group ``rlinf.doctor``. With ``--measure`` the thresholds are
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf_comm import slots
 from rlinf_comm.devices import cuda_missing
 from rlinf_comm.errors import CommError, NoRoute
-from rlinf_comm.selection import Summary, Thresholds, candidates, lacking, select
+from rlinf_comm.selection import Other, Summary, Thresholds, candidates, lacking, select
 from rlinf_comm.thresholds import load, save
-from rlinf_comm.transports import unusable, usable
+from rlinf_comm.transports import others, sources, unusable, usable
 from rlinf_comm.transports.base import Place
 from rlinf_core.cli.doctor import Ask
 
@@ -31,6 +32,8 @@ class Node:
     note: str = ""
     no_cuda: str = ""
     """Why it has no accelerator; empty when it has."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The distributions of the transports that are not built in."""
 
     def place(self, node: str, pid: int, devices: tuple[str, ...] = ()) -> Place:
         return Place(node, pid, self.available, devices)
@@ -52,12 +55,16 @@ def this_node() -> dict[str, Any]:
         "table": [table.shm_from, table.gloo_from, table.source],
         "note": note,
         "no_cuda": cuda_missing(),
+        "sources": sources(),
     }
 
 
 def _node(said: Mapping[str, Any]) -> Node:
     table = Thresholds(*said["table"])
-    return Node(said["identity"], frozenset(said["available"]), said["missing"], table, said["note"], said["no_cuda"])
+    available = frozenset(said["available"])
+    return Node(
+        said["identity"], available, said["missing"], table, said["note"], said["no_cuda"], said.get("sources", {})
+    )
 
 
 KINDS: tuple[tuple[str, bool, Summary], ...] = (
@@ -86,30 +93,30 @@ def rows(here: Node, there: Node, *, apart: bool | None = None) -> Iterator[tupl
 def _takes(here: Node, there: Node, two_nodes: bool, summary: Summary) -> str:
     source = here.place("here", 1, ("A",) if summary.source_device else ())
     target = there.place("there" if two_nodes else "here", 2, (summary.target_device,) * bool(summary.target_device))
-    table = here.table
+    table, brought = here.table, others()
     steps = sorted({0, table.shm_from, table.gloo_from or 0})
     parts: list[tuple[int, str]] = []
     for size in steps:
         host, device = (0, size) if summary.source_device else (size, 0)
         sized = Summary(host, device, summary.source_device, summary.target_device)
         try:
-            choice = select(source, target, sized, table)
+            choice = select(source, target, sized, table, others=brought)
         except NoRoute:
-            return "nothing: " + _better(source, target, sized, table, here, there, "")
+            return "nothing: " + _better(source, target, sized, here, there, "", brought)
         name = choice.name + (" by a copy to host memory" if choice.staged else "")
         if not parts or parts[-1][1] != name:
             parts.append((size, name))
     text = parts[0][1] + "".join(f", from {shown(size)} {name}" for size, name in parts[1:])
-    better = _better(source, target, sized, table, here, there, choice.name)
+    better = _better(source, target, sized, here, there, choice.name, brought)
     return f"{text}  ({better})" if better else text
 
 
 def _better(
-    source: Place, target: Place, summary: Summary, table: Thresholds, here: Node, there: Node, chosen: str
+    source: Place, target: Place, summary: Summary, here: Node, there: Node, chosen: str, brought: Sequence[Other]
 ) -> str:
     """What would be preferred to ``chosen`` for a large message, and why it is not to be had."""
     reasons = []
-    for choice in candidates(source, target, summary, table):
+    for choice in candidates(source, target, summary, here.table, brought):
         if choice.name == chosen:
             break
         if lacking(choice.name, source, target):
@@ -141,6 +148,9 @@ def section(ask: Ask) -> Iterator[str]:
 def _measure() -> Iterator[str]:
     from rlinf_comm.measure import measure  # it brings in all that moves messages
 
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        yield f"the load is {load:.1f} on {_count(cores, 'core')}: measure again when the machine is idle"
     try:
         table, points = measure()
     except CommError as error:
@@ -159,8 +169,12 @@ def _measure() -> Iterator[str]:
 
 
 def _describe(node: Node) -> Iterator[str]:
-    yield f"transports: {', '.join(sorted(node.available)) or 'none'}"
-    yield from (f"not here: {name}: {why}" for name, why in sorted(node.missing.items()))
+
+    def titled(name: str) -> str:
+        return f"{name} ({node.sources[name]})" if name in node.sources else name
+
+    yield f"transports: {', '.join(titled(name) for name in sorted(node.available)) or 'none'}"
+    yield from (f"not here: {titled(name)}: {why}" for name, why in sorted(node.missing.items()))
     table = node.table
     between = f"; gloo between nodes from {shown(table.gloo_from)}" if table.gloo_from is not None else ""
     advice = "; rlinf doctor --measure measures this machine" if table.source == Thresholds().source else ""

@@ -33,11 +33,11 @@ class SharedMemoryLink:
     def release(self, slot: arena.Slot) -> None:
         self._arena.forget(slot)
 
-    def open(self, ticket: bytes, holder: int) -> list[memoryview] | None:
+    def open(self, ticket: bytes, holder: int, private: bool) -> list[memoryview] | None:
         if not slots.reaches(ticket):
             return None
         try:
-            return slots.open_slot(ticket, holder if 0 <= holder < slots.HOLDERS else None)
+            return slots.open_slot(ticket, holder if 0 <= holder < slots.HOLDERS else None, private=private)
         except slots.SlotGone:
             return None  # the socket says whether its process is gone
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlinf_comm.selection import SEVERAL, Summary, Thresholds, select
+from rlinf_comm import transports
+from rlinf_comm.selection import SEVERAL, Choice, Other, Summary, Thresholds, select
 from rlinf_comm.transports.base import Buffer, BufferSpec, Place
 
 
 class Router:
     """Of one connection. Choices for host memory are remembered: they only depend on which thresholds a size passes."""
 
-    def __init__(self, source: Place, target: Place, table: Thresholds) -> None:
+    def __init__(
+        self, source: Place, target: Place, table: Thresholds, others: Sequence[Other] | None = None
+    ) -> None:
+        """``others``: the transports that are not built in (None: those of this process)."""
         self._source = source
         self._target = target
         self._table = table
+        self._others = transports.others() if others is None else tuple(others)
+        self._asks = any(other.name in source.capabilities & target.capabilities for other in self._others)
         self._known: dict[Any, str] = {}
 
     def choose(self, buffers: Sequence[Buffer], without: frozenset[str]) -> tuple[str, list[Buffer]]:
@@ -30,16 +36,21 @@ class Router:
         source = devices.pop() if len(devices) == 1 else SEVERAL
         target = self._target.devices[0] if self._target.devices else ""
         summary = Summary(device_bytes=size, source_device=source, target_device=target)
-        choice = select(self._source, self._target, summary, self._table, without)
+        choice = self._select(summary, without)
         return choice.name, [to_host(b) for b in buffers] if choice.staged else list(buffers)
 
+    def _select(self, summary: Summary, without: frozenset[str]) -> Choice:
+        return select(self._source, self._target, summary, self._table, without, self._others)
+
     def _host(self, size: int, without: frozenset[str]) -> str:
+        if self._asks:  # their answer may depend on the very size
+            return self._select(Summary(host_bytes=size), without).name
         table = self._table
         key = (size < table.shm_from, table.gloo_from is not None and size >= table.gloo_from, without)
         name = self._known.get(key)
         if name is None:
             summary = Summary(host_bytes=size)
-            name = self._known[key] = select(self._source, self._target, summary, table, without).name
+            name = self._known[key] = self._select(summary, without).name
         return name
 
     def _device(self, buffer: Buffer) -> str:

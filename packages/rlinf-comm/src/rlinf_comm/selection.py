@@ -15,18 +15,25 @@ The order of preference, best first (what an end lacks is passed over, and the n
 
 NCCL refuses two ranks on one device, so it is no way from a device to itself. Where a copy to host memory is needed
 first, the choice says so (``staged``); the copy to the receiver's device is the receiver's.
+
+A transport that another package brings (``Other``) moves host memory between any ends that it says it suits: with
+``prefer`` before all of the above (for accelerators: before the copy to host memory), else after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlinf_comm.errors import NoRoute
+from rlinf_core.errors import describe as error_text
 
 if TYPE_CHECKING:
     from rlinf_comm.transports.base import Place
+
+log = logging.getLogger("rlinf.comm")
 
 SEVERAL = "several"
 """``Summary.source_device`` when the buffers of one message lie on more than one accelerator."""
@@ -82,15 +89,38 @@ class Choice:
     staged: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A transport that is not built in: ``suits(source, target, summary)`` says which messages it can carry."""
+
+    name: str
+    prefer: bool
+    suits: Callable[[Place, Place, Summary], bool]
+
+    def carries(self, source: Place, target: Place, summary: Summary) -> bool:
+        """Whether it suits; one that fails to answer does not (the log has the error)."""
+        try:
+            return bool(self.suits(source, target, summary))
+        except Exception as error:  # a plugin's fault: the message goes another way
+            log.warning("transport %s does not say whether it suits: %s", self.name, error_text(error))
+            return False
+
+
 def select(
-    source: Place, target: Place, summary: Summary, table: Thresholds, without: frozenset[str] = frozenset()
+    source: Place,
+    target: Place,
+    summary: Summary,
+    table: Thresholds,
+    without: frozenset[str] = frozenset(),
+    others: Sequence[Other] = (),
 ) -> Choice:
     """The best transport that both ends have, for a message from ``source`` to ``target``.
 
     ``without`` names transports that have just refused this message (no room), so that the next best is taken.
-    Raises NoRoute, naming both ends and what each lacks, when nothing is left.
+    ``others``: those that this process has beside the built-in ones. Raises NoRoute, naming both ends and what each
+    lacks, when nothing is left.
     """
-    wanted = list(candidates(source, target, summary, table))
+    wanted = list(candidates(source, target, summary, table, others))
     for choice in wanted:
         if choice.name not in without and not lacking(choice.name, source, target):
             return choice
@@ -98,6 +128,8 @@ def select(
     for name in dict.fromkeys(choice.name for choice in wanted):
         ends = " and ".join(describe(end) for end in lacking(name, source, target))
         reasons.append(f"{name} is missing at {ends}" if ends else f"{name} has no room for it")
+    named = {choice.name for choice in wanted}
+    reasons += [f"{other.name} does not suit" for other in others if other.name not in named]
     raise NoRoute(
         f"nothing can move {summary.total} bytes from {describe(source)} to {describe(target)}: {'; '.join(reasons)}"
     )
@@ -117,13 +149,31 @@ def same_process(source: Place, target: Place) -> bool:
     return source.node == target.node and source.pid == target.pid
 
 
-def candidates(source: Place, target: Place, summary: Summary, table: Thresholds) -> Iterator[Choice]:
+def candidates(
+    source: Place, target: Place, summary: Summary, table: Thresholds, others: Sequence[Other] = ()
+) -> Iterator[Choice]:
     """Every transport that could carry the message, best first, whether the ends have it or not."""
+    first, last = ([other for other in others if other.prefer == prefer] for prefer in (True, False))
+    if not summary.source_device:
+        yield from _brought(first, source, target, summary)
     if same_process(source, target):
         yield Choice("inproc", "both ends are one process: the buffers are handed over")
     if summary.source_device and summary.target_device and summary.source_device != SEVERAL:
         yield from _between_devices(source, target, summary)
+    if summary.source_device:
+        yield from _brought(first, source, target, summary)
     yield from _through_host(source, target, summary, table)
+    yield from _brought(last, source, target, summary)
+
+
+def _brought(others: Sequence[Other], source: Place, target: Place, summary: Summary) -> Iterator[Choice]:
+    staged = bool(summary.source_device)
+    copied = ", copied to host memory first" if staged else ""
+    for other in others:
+        # One that an end lacks is not asked, but named where nothing is left.
+        if lacking(other.name, source, target) or other.carries(source, target, summary):
+            place = "before the built-in ones" if other.prefer else "where no built-in one is left"
+            yield Choice(other.name, f"brought by another package, {place}{copied}", staged)
 
 
 def _between_devices(source: Place, target: Place, summary: Summary) -> Iterator[Choice]:

@@ -32,6 +32,8 @@ HOLDERS = 56
 """Holders that a slot has room for."""
 KEPT_SEGMENTS = 64
 """Segments of others that a process keeps mapped."""
+PRIVATE_FROM = 256 << 10
+"""A slot from this size on is mapped anew for a holder that wants it for itself; a smaller one is copied."""
 AWAITED, OPENED = 1, 2
 """A holder's byte: it has not opened the slot yet; it has. 0: it is done with it."""
 MAGIC = b"rlinf-a1"
@@ -116,25 +118,30 @@ class _Mapped:
 
     @staticmethod
     def _map(pid: int, number: int, size: int) -> np.ndarray[Any, Any]:
-        path = f"/proc/{pid}/fd/{number}"
-        try:
-            if "memfd:rlinf-arena" not in os.readlink(path):
-                raise SlotGone(f"{path} is no shared memory of ours: process {pid} has closed it")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SlotGone(f"the shared memory of process {pid} cannot be opened: {error.strerror}") from error
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
-                raise SlotGone(f"{path} is another segment than the one that the reference names")
-            memory = mmap.mmap(fd, size)
-        except OSError as error:
-            raise SlotGone(f"the shared memory of process {pid} cannot be mapped: {error.strerror}") from error
-        finally:
-            os.close(fd)
+        memory = _memory(pid, number, size, 0, size, mmap.MAP_SHARED)
         if memory[: len(MAGIC)] != MAGIC:
-            raise SlotGone(f"{path} holds no arena")
+            raise SlotGone(f"/proc/{pid}/fd/{number} holds no arena")
         return np.frombuffer(memory, np.uint8)
+
+
+def _memory(pid: int, number: int, size: int, at: int, length: int, flags: int) -> mmap.mmap:
+    """Map ``length`` bytes, from the page ``at`` on, of a segment of ``size`` bytes."""
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        if "memfd:rlinf-arena" not in os.readlink(path):
+            raise SlotGone(f"{path} is no shared memory of ours: process {pid} has closed it")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise SlotGone(f"the shared memory of process {pid} cannot be opened: {error.strerror}") from error
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
+            raise SlotGone(f"{path} is another segment than the one that the reference names")
+        return mmap.mmap(fd, length, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=at)
+    except OSError as error:
+        raise SlotGone(f"the shared memory of process {pid} cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(fd)
 
 
 mapped = _Mapped()
@@ -145,11 +152,14 @@ def reaches(ref: bytes) -> bool:
     return ref[:16] == node_id()
 
 
-def open_slot(ref: bytes, holder: int | None = None) -> list[memoryview]:
+def open_slot(ref: bytes, holder: int | None = None, *, private: bool = False) -> list[memoryview]:
     """The buffers of a slot as writable views of shared memory; nothing is copied.
 
     ``holder``: the slot is marked as used under this place until the last view is garbage collected. ``None``: private
-    copies, for who has no place. Raises ``SlotGone``.
+    copies, for who has no place. ``private``: what is written to a view is seen by nobody else; a page is copied when
+    it is first written to (a small slot as a whole, now). Raises ``SlotGone``.
+
+    A child made by ``fork`` shares the views with its parent, and does not hold the slot.
     """
     try:
         node, pid, fd, size, offset, generation, count = REF.unpack_from(ref)
@@ -169,14 +179,35 @@ def open_slot(ref: bytes, holder: int | None = None) -> list[memoryview]:
         array[offset + holder] = OPENED
     if _generation(array, offset) != generation:
         raise SlotGone(f"process {pid} has used the slot for something else since")
-    if holder is None:
-        return [view.copy().data for view in _cut_array(array, offset, sizes)]
+    if holder is None or (private and needed < PRIVATE_FROM):
+        copies = [view.copy().data for view in _cut_array(array, offset, sizes)]
+        if holder is not None:
+            array[offset + holder] = 0
+        return copies
     # Every view refers to this array, whose end is the end of the hold. Its base is no array: numpy lets a view of a
     # view refer to the innermost array, past this one.
-    lent = np.frombuffer(array.data[offset : offset + needed], np.uint8)
-    weakref.finalize(lent, _let_go, array, offset + holder).atexit = False
+    if private:
+        page = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        whole = _memory(pid, fd, size, page, offset + needed - page, mmap.MAP_PRIVATE)
+        lent = np.frombuffer(memoryview(whole)[offset - page :], np.uint8)
+    else:
+        lent = np.frombuffer(array.data[offset : offset + needed], np.uint8)
+    weakref.finalize(lent, _let_go, array, offset + holder, _forks).atexit = False
     memory = lent.data
     return cut(memory, 0, sizes)
+
+
+_forks = 0
+"""How often the line of processes that leads here has been forked."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 def _generation(array: np.ndarray[Any, Any], offset: int) -> int:
@@ -191,5 +222,6 @@ def _cut_array(array: np.ndarray[Any, Any], offset: int, sizes: Sequence[int]) -
     return views
 
 
-def _let_go(array: np.ndarray[Any, Any], at: int) -> None:
-    array[at] = 0
+def _let_go(array: np.ndarray[Any, Any], at: int, forks: int) -> None:
+    if forks == _forks:  # the hold is the parent's: what a child throws away the parent may still look at
+        array[at] = 0

@@ -8,6 +8,7 @@ through ``rlinf_core.payload`` and wait. Waiting is counted, so that a task's ow
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -18,16 +19,10 @@ from typing import Any
 
 from rlinf_core.board import events as ev
 from rlinf_core.callstats import Releases
-from rlinf_core.errors import (
-    ChannelClosed,
-    ChannelError,
-    ChannelFull,
-    WaitTimeout,
-)
+from rlinf_core.errors import ChannelClosed, ChannelError, ChannelFull, WaitTimeout, describe
 from rlinf_core.hub.client import HubClient, Pending
 from rlinf_core.hub.messages import DRIVER, Accepted, Blocked, ChannelArg
 from rlinf_core.payload import INLINE_BYTES, Descriptor, Frame, PayloadFetcher, PayloadStore, encode
-from rlinf_core.reserve import Reserves
 from rlinf_core.worker import Out
 
 
@@ -115,7 +110,6 @@ class Endpoint:
     rank: int
     clock: Clock
     sections: Sections
-    reserves: Reserves = field(default_factory=Reserves)
 
 
 def message_of(channel: str, cause: str) -> str:
@@ -151,9 +145,9 @@ class Writer(Out[Any]):
         if len(frame) == 1 and nbytes <= INLINE_BYTES:
             return [Descriptor(member, e.address, -1, nbytes, bytes(frame[0]))] * keys
         stored, ticket = e.store.add(frame, keys, keys if self._sole else 0)
-        # Who is alone with an item may have the producer's own memory; several groups would see each other's changes.
+        # Who is alone with an item may have the producer's own memory; several would see each other's changes.
         holders = range(keys) if self._sole else [-1] * keys
-        return [Descriptor(member, e.address, stored, nbytes, None, ticket, holder) for holder in holders]
+        return [Descriptor(member, e.address, stored, nbytes, None, ticket, holder, keys > 1) for holder in holders]
 
     def _send(self, items: tuple[ev.Item, ...], nowait: bool) -> Pending:
         return self._endpoint.client.request(
@@ -182,7 +176,7 @@ class Writer(Out[Any]):
         if not weight >= 0:
             raise ChannelError(message_of(self.name, f"weight must be a number >= 0, got {weight!r}"))
         for key in keys:
-            hash(key)
+            _check_key(self.name, key)
         ids = getattr(item, "account_ids", None)
         counted = tuple(ids()) if callable(ids) else ()
         group = getattr(item, "group", None)
@@ -197,12 +191,20 @@ class Writer(Out[Any]):
     def _answer(self, answer: Any, items: Sequence[ev.Item]) -> None:
         if isinstance(answer, ev.PutDone | Accepted):
             return
-        self._endpoint.store.release([i.descriptor.key for i in items])  # type: ignore[attr-defined]
+        self._let_go(items)
         if isinstance(answer, ev.PutRefused):
             if answer.reason == "full":
                 raise ChannelFull(message_of(self.name, "no credit now"))
             raise ChannelError(message_of(self.name, answer.reason))
         raise ChannelError(message_of(self.name, f"unexpected answer {answer!r}"))
+
+    def _withdrawn(self, pending: Pending, items: Sequence[ev.Item]) -> None:
+        """A put was given up: what did not come onto the channel is not kept for anybody."""
+        if isinstance(pending.value, ev.CancelDone):
+            self._let_go(items[pending.value.admitted :])
+
+    def _let_go(self, items: Sequence[ev.Item]) -> None:
+        self._endpoint.store.release([i.descriptor.key for i in items])  # type: ignore[attr-defined]
 
     def put(self, item: Any, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
         self._put(self._prepare(item, (key,), weight), timeout)
@@ -216,7 +218,12 @@ class Writer(Out[Any]):
                 e.client.serve(aside=not e.sections.inside())  # as a wait would have done
             else:
                 pending = self._send(items, nowait=False)
-                self._answer(wait(e, pending, timeout), items)
+                try:
+                    answer = wait(e, pending, timeout)
+                except WaitTimeout:
+                    self._withdrawn(pending, items)
+                    raise
+                self._answer(answer, items)
         self._note(items)
 
     def _settle(self, count: int, size: int) -> None:
@@ -254,7 +261,13 @@ class Writer(Out[Any]):
 
     async def put_async(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
-        self._answer(await awaited(self._endpoint, self._send(items, nowait=False)), items)
+        pending = self._send(items, nowait=False)
+        try:
+            answer = await awaited(self._endpoint, pending)
+        except asyncio.CancelledError:
+            self._withdrawn(pending, items)
+            raise
+        self._answer(answer, items)
         self._note(items)
 
     def broadcast(self, item: Any, keys: Iterable[Hashable]) -> None:
@@ -268,6 +281,17 @@ class Writer(Out[Any]):
                 self._settle(0, 0)
             self._closed = True
             self._endpoint.client.send(ev.CloseWriter(channel=self.name, writer=self._writer))
+
+
+def _check_key(channel: str, key: Hashable) -> None:
+    """A key travels with other items: one that cannot is refused here, where it is put."""
+    hash(key)
+    if key is None or type(key) in (str, int):
+        return
+    try:
+        pickle.dumps(key)
+    except Exception as error:  # a user's class may raise anything
+        raise ChannelError(message_of(channel, f"the key {key!r} cannot be sent: {describe(error)}")) from error
 
 
 def wait(endpoint: Endpoint, pending: Pending, timeout: float | None) -> Any:

@@ -169,7 +169,8 @@ class LiveStep(Step):
                 return ChannelArg(value.full_name, direction, f"{member}#{index}", sole=sole)
             portion = self._runtime.plan.portion_for(self.phase, value.name, call.group)
             alone = len(self._runtime.members(call.group)) == 1 and not self._runtime.plan.shares(call.group)
-            sole = alone and value.name not in self._live.cyclic[self.phase]
+            single = self._live.groups[call.group].stage().barrier == "item"
+            sole = alone and single and value.name not in self._live.cyclic[self.phase]
             return ChannelArg(value.full_name, direction, portion=portion, sole=sole)
 
         def arguments(member: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -38,7 +38,8 @@ class Descriptor:
     """Where a payload lies: its producer's address and key there. ``nbytes`` counts all buffers.
 
     ``inline`` is the payload itself, for a small one that has no key (-1). ``ticket`` opens it through the producer's
-    link (``rlinf_core.links``), ``holder`` says as which of its consumers (negative: only as a copy).
+    link (``rlinf_core.links``), ``holder`` says as which of its consumers (negative: only as a copy), ``private`` that
+    there are others.
     """
 
     member: str
@@ -48,6 +49,7 @@ class Descriptor:
     inline: bytes | None = None
     ticket: bytes | None = None
     holder: int = -1
+    private: bool = False
 
 
 Frame = list[bytes | bytearray | memoryview]
@@ -69,7 +71,9 @@ def _reduce_tensor(tensor: Any) -> Any:
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # a single element may have any stride, and counts as contiguous
     raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
     requires_grad = bool(tensor.requires_grad and tensor.is_leaf)
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -108,7 +112,7 @@ def encode(item: Any) -> Frame:
         pickler = pickle.Pickler(stream, protocol=5, buffer_callback=apart)
         pickler.dispatch_table = _dispatch_table()
         pickler.dump(item)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise ChannelError(f"a {type(item).__name__} cannot be sent through a channel: {error}") from error
     return [stream.getvalue(), *buffers]
 
@@ -156,10 +160,12 @@ class PayloadStore:
         assert link is not None, "a slot is of a link"
         return [*link.read(kept[1])]
 
-    def open(self, ticket: bytes, holder: int) -> Frame | None:
-        """What a ticket opens, or ``None``: then it has to be fetched."""
-        link = self._link.get()
-        opened = None if link is None else link.open(ticket, holder)
+    def open(self, descriptor: Descriptor) -> Frame | None:
+        """What the descriptor's ticket opens, or ``None``: then it has to be fetched."""
+        link = self._link.get() if descriptor.ticket is not None else None
+        if link is None or descriptor.ticket is None:
+            return None
+        opened = link.open(descriptor.ticket, descriptor.holder, descriptor.private)
         return None if opened is None else [*opened]
 
     def release(self, keys: Iterable[int]) -> None:
@@ -267,7 +273,7 @@ class PayloadFetcher:
         for position, descriptor in enumerate(descriptors):
             if descriptor.inline is not None:
                 frames[position] = [descriptor.inline]
-            elif descriptor.ticket is not None and (opened := self._store.open(descriptor.ticket, descriptor.holder)):
+            elif (opened := self._store.open(descriptor)) is not None:
                 frames[position] = opened
             elif descriptor.member == self._member:
                 own = self._store.get(descriptor.key)

@@ -7,7 +7,7 @@ A rank that is alone with its input, and whose devices nobody else wants, asks f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
 
 from rlinf_core.board import events as ev
@@ -27,7 +27,7 @@ class Reader(In[Any]):
         self.name = arg.channel
         self._portion = arg.portion
         self._endpoint = endpoint
-        self._reserve: Reserve | None = endpoint.reserves.of(arg.channel) if arg.sole else None
+        self._reserve = Reserve() if arg.sole else None
 
     @property
     def portion(self) -> int | None:
@@ -38,29 +38,25 @@ class Reader(In[Any]):
     def get(self, key: Any = ..., timeout: float | None = None) -> Any:
         wanted = _key(key)
         with self._endpoint.clock.counting("wait"):
-            if self._reserve is None:
-                return self._fetch(self._request(wanted, "items", 1, timeout=timeout))[0]
-            if wanted is ev.ANY and self._endpoint.client.on_engine_thread():
-                return self._next(self._reserve, timeout)
-            item = self._reserve.take(wanted)
-            if item is None and self._settle():
-                item = self._reserve.take(wanted)
-            if item is not None:
-                return self._fetch([item])[0]
+            reserve = self._reserve
+            if reserve is not None and wanted is ev.ANY and self._endpoint.client.on_engine_thread():
+                return self._next(reserve, timeout)
+            self._give_back()
             return self._fetch(self._request(wanted, "items", 1, timeout=timeout))[0]
 
     def _next(self, reserve: Reserve, timeout: float | None) -> Any:
-        """The oldest item, from what has come already or from what was asked for; asks for more while it is fetched."""
+        """The oldest item, from what has come already or was asked for; asks for more while it is fetched."""
+        self._safe_point()
         if reserve.asked is not None and reserve.asked[0] != "items":
-            self._settle()
-        if not reserve.items:
-            if reserve.pending is None:
-                pending = self._send(ev.ANY, "items", reserve.size)
-            else:
-                pending, reserve.pending, reserve.asked = reserve.pending, None, None
-                self._blocked(pending)
-            reserve.received(tuple(self._items(wait(self._endpoint, pending, timeout))))
-        item = reserve.items.popleft()
+            self._give_back()
+        with reserve.lock:
+            item = reserve.items.popleft() if reserve.items else None
+        if item is None:
+            pending = self._asked_for("items", reserve.size)
+            items = self._items(wait(self._endpoint, pending, timeout))
+            with reserve.lock:
+                reserve.received(tuple(items))
+                item = reserve.items.popleft()
         if reserve.low():
             self._ask_ahead(reserve, "items", reserve.size)
         return self._fetch([item])[0]
@@ -68,28 +64,19 @@ class Reader(In[Any]):
     def get_nowait(self, key: Any = ...) -> Any:
         wanted = _key(key)
         with self._endpoint.clock.counting("wait"):
-            item = self._reserved(wanted)
-            if item is not None:
-                return self._fetch([item])[0]
+            self._give_back()
             return self._fetch(self._request(wanted, "items", 1, nowait=True))[0]
 
     async def get_async(self, key: Any = ..., timeout: float | None = None) -> Any:
         wanted = _key(key)
-        item = self._reserved(wanted)
-        if item is None:
-            pending = self._send(wanted, "items", 1)
-            answer = await asyncio.wait_for(awaited(self._endpoint, pending), timeout)
-            (item,) = self._items(answer)
-        return (await asyncio.get_running_loop().run_in_executor(None, self._fetch, [item]))[0]
-
-    def _reserved(self, key: Hashable | None) -> ev.Item | None:
-        """An item that is here already, or comes with the request that is on its way."""
-        if self._reserve is None:
-            return None
-        item = self._reserve.take(key)
-        if item is None and self._settle():
-            item = self._reserve.take(key)
-        return item
+        self._give_back()
+        pending = self._send(wanted, "items", 1)
+        items = self._items(await asyncio.wait_for(awaited(self._endpoint, pending), timeout))
+        fetching = asyncio.get_running_loop().run_in_executor(None, self._fetch, items)
+        try:
+            return (await asyncio.shield(fetching))[0]
+        except asyncio.CancelledError:
+            return (await fetching)[0]  # it has been handed to us: it counts, as an answer that is on its way does
 
     # Several items
 
@@ -97,47 +84,26 @@ class Reader(In[Any]):
         if not weight > 0:
             raise ChannelError(message_of(self.name, f"get_batch needs a weight > 0, got {weight!r}"))
         with self._endpoint.clock.counting("wait"):
-            if self._reserve is not None:
-                self._settle()
-                if items := self._reserve.take_weight(weight):
-                    return self._fetch(items)
+            self._give_back()
             return self._fetch(self._request(ev.ANY, "weight", None, weight=weight, timeout=timeout))
 
     def batches(self, n: int | None = None) -> Iterator[list[Any]]:
         if n is not None and n < 1:
             raise ChannelError(message_of(self.name, f"batches() needs n >= 1, got {n}"))
-        return self._until_end(lambda: self._next_portion(n))
+        return self._until_end(lambda: self._next_portion(ev.PLAN if n is None else n))
 
-    def _next_portion(self, n: int | None) -> list[Any]:
+    def _next_portion(self, n: int) -> list[Any]:
         with self._endpoint.clock.counting("wait"):
-            wanted = ev.PLAN if n is None else n
             reserve = self._reserve
             if reserve is None or not self._endpoint.client.on_engine_thread():
-                return self._fetch(self._request(ev.ANY, "portion", wanted))
-            if reserve.asked != ("portion", wanted):
-                self._settle()
-            if reserve.items:
-                return self._rest_of_portion(reserve, n)
-            if reserve.pending is None:
-                pending = self._send(ev.ANY, "portion", wanted)
-            else:
-                pending, reserve.pending, reserve.asked = reserve.pending, None, None
-                self._blocked(pending)
-            items = self._items(wait(self._endpoint, pending, None))
-            self._ask_ahead(reserve, "portion", wanted)
+                self._give_back()
+                return self._fetch(self._request(ev.ANY, "portion", n))
+            self._safe_point()
+            if reserve.items or reserve.asked != ("portion", n):
+                self._give_back()
+            items = self._items(wait(self._endpoint, self._asked_for("portion", n), None))
+            self._ask_ahead(reserve, "portion", n)
             return self._fetch(items)
-
-    def _rest_of_portion(self, reserve: Reserve, n: int | None) -> list[Any]:
-        """A portion of which some items are here already: the task has read single ones before."""
-        size = self._portion if n is None else n
-        items = reserve.take_many(size)
-        missing = None if size is None else size - len(items)
-        if missing != 0:
-            try:
-                items += self._request(ev.ANY, "portion", missing)
-            except EndOfChannel:
-                pass  # what is here is the last portion
-        return self._fetch(items)
 
     @staticmethod
     def _until_end(take: Callable[[], list[Any]]) -> Iterator[list[Any]]:
@@ -196,41 +162,58 @@ class Reader(In[Any]):
     ) -> list[ev.Item]:
         return self._items(wait(self._endpoint, self._send(key, mode, n, weight, nowait), timeout))
 
-    def _ask_ahead(self, reserve: Reserve, mode: ev.Mode, n: int | None) -> None:
-        reserve.pending = self._send(ev.ANY, mode, n, ahead=True)
-        reserve.asked = (mode, n)
+    # Ahead of the task
 
-    def _blocked(self, pending: Pending) -> None:
-        """From now on the task waits for what it had asked for ahead."""
+    def _safe_point(self) -> None:
+        """What a wait would do first: notice that the run is being stopped, serve what only this thread may."""
+        client = self._endpoint.client
+        client.check()
+        client.serve(aside=not self._endpoint.sections.inside())
+
+    def _ask_ahead(self, reserve: Reserve, mode: ev.Mode, n: int | None) -> None:
+        pending = self._send(ev.ANY, mode, n, ahead=True)
+        with reserve.lock:
+            reserve.pending, reserve.asked = pending, (mode, n)
+
+    def _asked_for(self, mode: ev.Mode, n: int | None) -> Pending:
+        """The request that was made ahead, which the task now waits for, or a new one."""
+        reserve = self._reserve
+        assert reserve is not None
+        with reserve.lock:
+            pending, reserve.pending, reserve.asked = reserve.pending, None, None
+        if pending is None:
+            return self._send(ev.ANY, mode, n)
         if not pending.done:
             self._endpoint.client.send(Blocked(pending.req))
+        return pending
 
-    def _settle(self) -> bool:
-        """Withdraw the request that is on its way; what was delivered before that comes into the reserve. Returns
-        whether something may have."""
-        reserve = self._reserve
-        if reserve is None or reserve.pending is None or not self._endpoint.client.on_engine_thread():
-            return False
-        pending, reserve.pending, reserve.asked = reserve.pending, None, None
-        client = self._endpoint.client
-        if not pending.done:
-            client.send(ev.CancelRequest(req=pending.req))
-        answer = client.wait(pending)
-        if isinstance(answer, ev.Deliver):
-            reserve.items.extend(answer.items)
-            return True
-        return False  # withdrawn, or an end or a fault that the next request is told of again
+    def _give_back(self) -> None:
+        """Whatever was asked for ahead goes back to the channel, before anything else is asked of it: another way to
+        read has another meaning, and another thread takes part."""
+        reserve, client = self._reserve, self._endpoint.client
+        if reserve is None:
+            return
+        if not client.on_engine_thread():
+            self._reserve = None  # two threads read: neither may keep what the other could have
+        with reserve.lock:
+            pending, reserve.pending, reserve.asked = reserve.pending, None, None
+            items = [*reserve.items]
+            reserve.items.clear()
+        if pending is not None:
+            if not pending.done:
+                client.send(ev.CancelRequest(req=pending.req))
+            answer = client.wait(pending)
+            if isinstance(answer, ev.Deliver):  # an end or a fault is told again
+                items += answer.items
+        if uids := reserve.all_fetched():
+            client.send_along(ev.Fetched(uids=uids, group=self._endpoint.group))
+        if items:
+            client.send_along(ev.Return(uids=tuple([item.uid for item in items]), group=self._endpoint.group))
 
     def settle(self) -> None:
-        """The task has ended: nothing is on its way to it any more, and the hub knows what it has and has not read."""
-        if self._reserve is not None:
-            self._settle()
-            if uids := self._reserve.all_fetched():
-                self._endpoint.client.send_along(ev.Fetched(uids=uids, group=self._endpoint.group))
-            if self._reserve.items:
-                uids = tuple([item.uid for item in self._reserve.items])
-                self._endpoint.client.send_along(ev.Kept(uids=uids, group=self._endpoint.group))
-            self._endpoint.reserves.ended(self.name)
+        """The task has ended: what it asked for and did not read goes back. Whoever reads on does so item by item."""
+        self._give_back()
+        self._reserve = None
 
     # Answers
 
@@ -259,12 +242,13 @@ class Reader(In[Any]):
         descriptors = [cast(Descriptor, item.descriptor) for item in items]
         values = e.fetcher.fetch(descriptors)
         e.clock.items += len(values)
-        if self._reserve is None:
+        reserve = self._reserve
+        if reserve is None or not e.client.on_engine_thread():
             uids = tuple([item.uid for item in items])
         else:
-            uids = tuple([uid for item in items for uid in self._reserve.fetched(item)])
-            if not self._reserve.items:
-                uids += self._reserve.all_fetched()
+            uids = tuple([uid for item in items for uid in reserve.fetched(item)])
+            if not reserve.items:
+                uids += reserve.all_fetched()
         if uids:
             e.client.send_along(ev.Fetched(uids=uids, group=e.group))
         return values
@@ -299,6 +283,8 @@ class Joined:
             return AtSafePoint(pair) if e.sections.yields() else pair
 
         with e.clock.counting("wait"):
+            a._give_back()
+            b._give_back()
             pending = e.client.request(event, f"a matching pair of channels {a.name!r} and {b.name!r}")
             try:
                 values = a._fetch(a._items(wait(e, pending, None)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ GROUPS: dict[str, str] = {
     "rlinf.doctor": "sections of rlinf doctor",
 }
 """Entry-point groups and what each holds."""
+
+OURS = tuple(f"rlinf_{part}" for part in ("core", "comm", "sched", "algos", "engines", "embodied", "reasoning"))
+"""The packages of the project, as they are imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,15 @@ def install_command(requirement: str) -> str:
     return f"tools/install {quoted}   (in a checkout of the project)"
 
 
+def install_hint(text: str) -> str:
+    """``; install it with: …`` for a text in which Python says that a package of the project is not there (``No module
+    named 'rlinf_comm'``); an empty string for others, and for those that say how already."""
+    found = re.search(r"No module named '(rlinf_\w+)'", text)
+    if found is None or found[1] not in OURS or "install it with" in text:
+        return ""
+    return f"; install it with: {install_command(found[1].replace('_', '-'))}"
+
+
 def missing_imports(names: Iterable[str]) -> tuple[str, ...]:
     """Those of ``names`` that cannot be found. Top-level packages are looked up without importing anything."""
     missing = []
@@ -203,14 +216,19 @@ class Registry:
                 f"{self._kind} {name!r} is part of {known[name].distribution}, which is not installed; "
                 f"install it with: {command}"
             )
-        raise PluginError(f"no {self._kind} {name!r} is installed{self._explain(name)}")
+        raise PluginError(self.unknown(name))
 
-    def _explain(self, name: str) -> str:
+    def unknown(self, name: str, built_in: Iterable[str] = ()) -> str:
+        """That there is no plugin ``name``: the nearest one and all that there are. ``built_in``: values that need no
+        plugin."""
         known = {key: value for key, value in KNOWN.get(self.group, {}).items() if key not in self._entries}
         installed = ", ".join(
             f"{key} ({' and '.join(entry.source for entry in found)})" for key, found in sorted(self._entries.items())
         )
-        text = f"{nearest(name, [*self._entries, *known])}; installed: {installed or 'none'}"
+        near = nearest(name, [*built_in, *self.names(), *known])
+        text = f"no {self._kind} {name!r} is installed{near}; installed: {installed or 'none'}"
+        if built_in:
+            text += f"; always there: {', '.join(built_in)}"
         if known:
             others = ", ".join(f"{key} with {install_command(value.requirement)}" for key, value in known.items())
             text += f"; also available: {others}"
@@ -254,6 +272,8 @@ class Registry:
             how = install_command(known.requirement)
         elif extra:
             how = f"pip install '{entry.distribution}[{extra}]'"
+        elif set(missing) <= set(OURS):
+            how = install_command(" ".join(name.replace("_", "-") for name in missing))
         else:
             how = f"pip install {' '.join(missing)}"
         return MissingExtraError(f"{what}; install it with: {how}")

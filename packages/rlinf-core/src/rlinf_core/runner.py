@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from rlinf_core.errors import ConfigError, RLinfError, TraceError, describe
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
+from rlinf_core.links import said_at_start
 from rlinf_core.live import LiveFlow, LiveStep
 from rlinf_core.placement import ClusterInfo
 from rlinf_core.plan import SCHEDULED, FlatPlan, Plan, flatten, make_plan
@@ -162,6 +164,10 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
     from rlinf_core.cluster import connect, local_info
 
     previous = _on_sigterm()
+    # Python itself prints warnings that no handler takes.
+    silence = logging.NullHandler()
+    if quiet:
+        logging.getLogger("rlinf").addHandler(silence)
     try:
         replanner: Replanner | None = None
         if cfg.plan in SCHEDULED:
@@ -170,6 +176,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
         program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
             plan_for(cfg, graph, local_info(cfg.cluster))  # faults of the plan show before Ray is started
+        link = said_at_start(cfg.channels.link, cfg.channels.link_bytes)
         directory = RunDirectory.create(
             cfg.run_dir, recipe, loggers=list(cfg.loggers), keep_last=cfg.checkpoint.keep_last
         )
@@ -178,6 +185,8 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
             listener = RunListener(directory, progress, observe)
             directory.write_config(cfg.to_dict())
             progress.note(f"run directory: {directory.path}")
+            if not cfg.cluster.debug:
+                progress.note(link)
             progress.note("starting Ray" if not cfg.cluster.debug else "debug: all workers are threads of this process")
             with connect(cfg.cluster, f"{recipe}/{directory.path.name}") as cluster:
                 _on_sigterm()  # Ray has installed its own, which prints a native stack
@@ -215,6 +224,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
                 _plot(directory, progress)
         return 0
     finally:
+        logging.getLogger("rlinf").removeHandler(silence)
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
 

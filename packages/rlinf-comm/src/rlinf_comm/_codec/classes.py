@@ -14,6 +14,8 @@ from typing import Any
 
 from rlinf_comm._codec.format import CodecError, Unknown
 
+ELSEWHERE = "define it in a module that both ends import"
+"""What to do with a class of ``__main__``, which is another module in each process."""
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, not a built-in
 
 
@@ -89,7 +91,8 @@ def find(name: str, *, load: bool) -> type:
     for part in qualname.split("."):
         names = getattr(found, "__dict__", None) if found is module else vars(found)
         if names is None or part not in names:
-            raise CodecError(f"the class {name} cannot be found here: there is no {part!r}")
+            hint = f"; {ELSEWHERE}" if module_name == "__main__" else ""
+            raise CodecError(f"the class {name} cannot be found here: there is no {part!r}{hint}")
         found = names[part]
         if not isinstance(found, type):
             raise CodecError(f"{name} is not a class")

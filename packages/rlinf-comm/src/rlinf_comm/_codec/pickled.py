@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlinf_comm._codec import format as f
+from rlinf_comm._codec.classes import ELSEWHERE
 from rlinf_comm._codec.format import CodecError
 
 if TYPE_CHECKING:
@@ -79,4 +80,5 @@ def decode(decoder: Decoder, arguments: list[Any]) -> Any:
     try:
         return _Unpickler(io.BytesIO(decoder.blob(data)), buffers, inside).load()
     except Exception as error:  # what the pickle calls may raise anything
-        raise CodecError(f"the pickled part cannot be read: {type(error).__name__}: {error}") from error
+        hint = f"; {ELSEWHERE}" if isinstance(error, AttributeError) and "'__main__'" in str(error) else ""
+        raise CodecError(f"the pickled part cannot be read: {type(error).__name__}: {error}{hint}") from error

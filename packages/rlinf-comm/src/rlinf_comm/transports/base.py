@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlinf_comm.directory import Directory
+    from rlinf_comm.selection import Summary
 
 Buffer: TypeAlias = "memoryview | torch.Tensor"
 """Host memory (flat, format ``B``, contiguous), or a contiguous tensor that is not on the CPU."""
@@ -93,6 +94,15 @@ class Transport(ABC):
     """The receiver says when it no longer uses what a ticket names; ``release`` is then called at the sender."""
     on_stream: ClassVar[bool] = False
     """``push`` writes exactly the bytes of the buffers to the stream, where they follow the frame."""
+    prefer: ClassVar[bool] = False
+    """Of one that another package brings: tried before the built-in ones, instead of when none of them is left."""
+
+    @classmethod
+    def suits(cls, source: Place, target: Place, summary: Summary) -> bool:
+        """Of one that another package brings: whether it can carry a message of ``summary`` from ``source`` to
+        ``target``. It is asked at the sender, and only when both ends have it; it gets buffers of host memory alone
+        (those of an accelerator are copied there first). Quick, and without side effects."""
+        return True
 
     @classmethod
     def unavailable(cls) -> str:

@@ -29,7 +29,11 @@ class ShmTransport(Transport):
         slot = self._arena.put([b for b in buffers if isinstance(b, memoryview)], (self.link.peer_name,))
         if slot is None:
             size = sum(b.nbytes for b in buffers)
-            raise NoRoom(f"no room for {size} bytes of shared memory", me=self.link.my_name, peer=self.link.peer_name)
+            raise NoRoom(
+                f"no room for {size} bytes of shared memory (the limit is {self._arena.limit} bytes: shm_limit_bytes)",
+                me=self.link.my_name,
+                peer=self.link.peer_name,
+            )
         self._arena.release(slot)  # the receiver's hold keeps it
         return ticket_of(slot, 0)
 

@@ -41,7 +41,7 @@ class Board(Requests, Accounts, Deaths):
             ev.JoinReader: self._join,
             ev.CancelRequest: self._cancel,
             ev.Fetched: self._fetched,
-            ev.Kept: self._kept,
+            ev.Return: self._return,
             ev.Drop: self._drop,
             ev.Trained: self._trained,
             ev.Carry: self._carry,

@@ -23,8 +23,6 @@ class Record:
     writer: str
     to_hand: set[str]
     to_fetch: set[str]
-    kept: set[str] = field(default_factory=set)
-    """Groups that were handed it, and whose rank has it waiting for a later call."""
 
 
 @dataclass(slots=True)
@@ -168,8 +166,8 @@ class Channel:
                 self.items_in -= 1
                 self.bytes_in -= record.item.nbytes
 
-    def kept(self, record: Record, group: str) -> None:
-        """The group was handed the item and has not looked at it."""
+    def returned(self, record: Record, group: str) -> None:
+        """The group was handed the item and gives it back."""
         if not record.to_hand:
             self.items_in += 1
             self.bytes_in += record.item.nbytes

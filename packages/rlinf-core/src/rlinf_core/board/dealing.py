@@ -109,6 +109,14 @@ class DealtQueue(ReaderQueue):
         if rank is not None:
             del self._shares[rank][entry.uid]
 
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """Of a group of one rank, whose share is everything."""
+        super().put_back(entries)
+        assert self.ranks == 1, "only a rank that is alone gives items back"
+        back = {entry.uid: None for entry in entries}
+        self._shares[0] = {**back, **self._shares[0]}
+        self._rank_of.update(dict.fromkeys(back, 0))
+
 
 def queue_for(spec: AddReader, where: str, order: Sequence[str] | None = None) -> ReaderQueue:
     """The queue of a reading group. ``order``: the ids of the step as they enter, for a reader that is ``ordered``."""

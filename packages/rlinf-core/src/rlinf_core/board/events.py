@@ -195,9 +195,9 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The group was delivered these items and its task has ended without them: they wait, at the rank, for a later call
-    of the step. They count as unread, and take credit, until they are fetched."""
+class Return:
+    """The group, of one rank, was delivered these items and has not looked at them: they are undelivered again, before
+    all others of their channel. In the order in which they were delivered."""
 
     uids: tuple[int, ...]
     group: str
@@ -271,7 +271,7 @@ Event: TypeAlias = (
     | JoinReader
     | CancelRequest
     | Fetched
-    | Kept
+    | Return
     | Drop
     | Trained
     | Carry

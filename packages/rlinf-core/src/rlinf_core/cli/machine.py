@@ -11,9 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 GIB = 2**30
 THREAD_VARIABLES = (
@@ -25,6 +29,14 @@ THREAD_VARIABLES = (
     "VLLM_CPU_OMP_THREADS_BIND",
 )
 STALE_LOCK_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Raylet:
+    """One of Ray's node processes; ``used_by`` says by whom, in words, and is empty when it is left over."""
+
+    pid: int
+    used_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Machine:
     gpu_note: str = ""
     ray_address: str = ""
     ray_address_from: str = ""
-    raylets: tuple[int, ...] = ()
+    raylets: tuple[Raylet, ...] = ()
 
 
 def inspect_machine() -> Machine:
@@ -68,7 +80,6 @@ def inspect_machine() -> Machine:
     places = {path: shutil.disk_usage(path) for path in dict.fromkeys((str(Path.cwd()), tempfile.gettempdir()))}
     gpus, note = find_gpus()
     address, origin = find_ray()
-    processes = psutil.process_iter(["name", "pid"])
     return Machine(
         python=platform.python_version(),
         executable=sys.executable,
@@ -94,8 +105,61 @@ def inspect_machine() -> Machine:
         gpu_note=note,
         ray_address=address,
         ray_address_from=origin,
-        raylets=tuple(process.info["pid"] for process in processes if process.info["name"] == "raylet"),
+        raylets=tuple(find_raylets()),
     )
+
+
+def find_raylets() -> Iterator[Raylet]:
+    """The raylets of this machine, each with who uses it.
+
+    That is the program that started it with ``ray.init``, while that lives; else the cluster that it belongs to, while
+    that answers (``ray start`` ends at once).
+    """
+    import psutil
+
+    for process in psutil.process_iter(["name"]):
+        if process.info["name"] != "raylet":
+            continue
+        try:
+            words = process.cmdline()
+            driver = _driver_of(process, words)
+        except psutil.NoSuchProcess:
+            continue  # it has ended just now
+        except psutil.AccessDenied:
+            yield Raylet(process.pid, "of another user")
+            continue
+        address = _option(words, "gcs-address")
+        if driver:
+            yield Raylet(process.pid, f"in use by process {driver}")
+        elif address and answers(address):
+            yield Raylet(process.pid, f"in use by the cluster at {address}")
+        else:
+            yield Raylet(process.pid)
+
+
+def _option(words: Sequence[str], name: str) -> str:
+    begin = f"--{name}="
+    return next((word.removeprefix(begin) for word in words if word.startswith(begin)), "")
+
+
+def _driver_of(raylet: psutil.Process, words: Sequence[str]) -> int:
+    """The process that started the raylet and its session, 0 when that is gone: Ray writes its id at the end of the
+    session's name, and a process whose parent ended has another one."""
+    began = _option(words, "session-name").rpartition("_")[2]
+    parent = raylet.ppid()
+    return parent if began == str(parent) else 0
+
+
+def answers(address: str) -> bool:
+    """Whether something takes connections at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return False
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _cgroup_files(*names: str) -> list[Path]:
@@ -179,11 +243,6 @@ def find_ray() -> tuple[str, str]:
     except OSError:
         pass  # no cluster was ever started on this machine
     for address, origin in candidates:
-        host, _, port = address.rpartition(":")
-        if host and port.isdigit():
-            try:
-                socket.create_connection((host, int(port)), timeout=1).close()
-            except OSError:
-                continue
+        if answers(address):
             return address, origin
     return "", ""

@@ -145,6 +145,10 @@ def _print_error(message: str) -> None:
     if len(message) > MESSAGE_LIMIT:
         head, tail = message[: MESSAGE_LIMIT * 3 // 4], message[-MESSAGE_LIMIT // 4 :]
         message = f"{head} […{len(message) - len(head) - len(tail)} characters left out…] {tail}"
+    if "No module named" in message:
+        from rlinf_core.registry import install_hint
+
+        message += install_hint(message)
     try:
         sys.stdout.flush()
     except OSError:

@@ -4,7 +4,7 @@ A conf package is named by a ``rlinf.recipes`` entry point. YAML files lie besid
 with a ``program``, the others are options of the config group whose folder they are in. ``SCHEMAS`` maps
 ``group/name`` of a YAML file to the dataclass that types it. A field may carry
 ``metadata={"help": …, "choices": (…), "min": …, "max": …}``, checked when composing (numbers must be finite unless it
-has ``"allow_inf": True``), and a dataclass may define
+has ``"allow_inf": True``; ``"entry"`` is what messages call a key of a mapping), and a dataclass may define
 ``validate(self, root) -> list[str]`` for what spans keys; both arguments are read-only ``Config`` nodes.
 """
 
@@ -57,8 +57,9 @@ class ChannelsConfig:
     deals: dict[str, str] = field(
         default_factory=dict,
         metadata={
+            "entry": "CHANNEL",
             "help": "how a channel's items are dealt to the ranks that read it, instead of what the program says: "
-            "shared, round_robin or weight by channel, or group:way for one of its reading groups"
+            "shared, round_robin or weight by channel, or group:way for one of its reading groups",
         },
     )
 
@@ -101,7 +102,8 @@ class CoreConfig:
         default=None, metadata={"min": 1, "help": "items moved downstream at once; null is the plan's own choice"}
     )
     placement: dict[str, str] = field(
-        default_factory=dict, metadata={"help": "devices per group (group: 0-3), instead of what the plan says"}
+        default_factory=dict,
+        metadata={"entry": "GROUP", "help": "devices per group (group: 0-3), instead of what the plan says"},
     )
     run_dir: str = field(default="runs", metadata={"help": "folder under which runs make their directories"})
     loggers: list[str] = field(

@@ -39,7 +39,9 @@ def slots_of(cls: type) -> dict[str, Slot]:
     slots = {}
     for item in dataclasses.fields(cls):
         if item.name in RESERVED or item.name.startswith("_"):
-            raise ConfigError(f"schema {cls.__module__}.{cls.__qualname__} may not have a field {item.name!r}")
+            raise ConfigError(
+                f"schema {cls.__module__}.{cls.__qualname__} may not have a field {item.name!r}: {_taken(item.name)}"
+            )
         if item.default is not dataclasses.MISSING:
             default = item.default
         elif item.default_factory is not dataclasses.MISSING:
@@ -48,6 +50,13 @@ def slots_of(cls: type) -> dict[str, Slot]:
             default = MISSING
         slots[item.name] = Slot(hints[item.name], default, item.metadata)
     return slots
+
+
+def _taken(name: str) -> str:
+    if name.startswith("_"):
+        return "names that begin with '_' are not for keys"
+    other = f"num_{name}" if name in ("keys", "values", "items") else f"{name}_"
+    return f"{name!r} is the name of a method of the configuration node; choose another name, e.g. {other}"
 
 
 def is_schema(hint: Any) -> bool:

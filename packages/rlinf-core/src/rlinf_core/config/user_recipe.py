@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, overload
 
 from rlinf_core.errors import ConfigError
+from rlinf_core.registry import install_hint
 
 Program = Callable[..., Any]
 
@@ -89,7 +90,8 @@ def _where(error: Exception, file: Path) -> str:
         return f"{error.msg} (line {error.lineno})"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     at = f" (line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}{at}{install_hint(text)}"
 
 
 def find_recipe(module: ModuleType, path: Path) -> tuple[Program, RecipeInfo]:

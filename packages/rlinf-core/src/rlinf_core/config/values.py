@@ -96,6 +96,9 @@ def _put(root: DictConfig, schema: Schema, path: str, value: Any, *, where: str 
             _put(root, schema, below, item, where=where, create=create)
         return
     expected = f"{path}={_shown(value)}{where}: expected {describe(slot.hint)}, got {_type_name(value)}"
+    if schema.is_open(path) and value is not None and not isinstance(value, Mapping | list):
+        entry = slot.metadata.get("entry", "KEY")
+        expected += f"; an entry of it is set with {path}.{entry}={_shown(value)}"
     if value is None and (optional or (path in schema.groups and not is_schema(inner))):
         _set(root, path, None)
         return

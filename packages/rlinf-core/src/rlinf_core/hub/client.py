@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rlinf_core.board.events import PutRefused
 from rlinf_core.errors import Cancelled, WaitTimeout, describe
 from rlinf_core.hub import codec, wire
 from rlinf_core.hub.messages import Call, Cancel, Hello, Offload, Release, Stacks
@@ -122,7 +123,10 @@ class HubClient:
         before = self._held
         if self._gathered is not None:
             gathered, self._gathered = self._gathered, None
-            before.append(codec.pack(gathered.build(gathered.pending.req, tuple(gathered.items))))
+            try:
+                before.append(codec.pack(gathered.build(gathered.pending.req, tuple(gathered.items))))
+            except Exception as error:  # the writer is told of it, not whoever comes to send this
+                self._refuse(gathered.pending, describe(error))
         if before:
             frames = before + frames
             self._held = []
@@ -130,6 +134,12 @@ class HubClient:
             self._socket.sendall(frames[0] if len(frames) == 1 else b"".join(frames))
         except OSError as error:
             raise Cancelled(f"{self.member}: the hub is gone ({error})") from error
+
+    def _refuse(self, pending: Pending, reason: str) -> None:
+        with self._condition:
+            self._pending.pop(pending.req, None)
+            pending.value, pending.done = PutRefused(pending.req, reason), True
+            self._condition.notify_all()
 
     def send_along(self, message: Any) -> None:
         """Send a message that nobody waits for together with the next one, or when this process begins to wait."""

@@ -125,7 +125,7 @@ def _coders(hint: Any) -> tuple[Coder, Coder] | None:
     return None
 
 
-_EVENTS = (ev.Put, ev.Get, ev.JoinReader, ev.Fetched, ev.Kept, ev.CancelRequest, ev.CloseWriter, ev.Trained, ev.Drop)
+_EVENTS = (ev.Put, ev.Get, ev.JoinReader, ev.Fetched, ev.Return, ev.CancelRequest, ev.CloseWriter, ev.Trained, ev.Drop)
 _ANSWERS = (ev.PutDone, ev.PutRefused, ev.Deliver, ev.DeliverJoined, ev.End, ev.Poisoned, ev.Empty, ev.CancelDone)
 _DEVICES = (ms.Acquire, ms.Granted, ms.ReleaseDevices, ms.Offloaded)
 _OTHERS = (ms.Accepted, ms.Blocked, ms.Release, ms.Log)
