@@ -21,6 +21,11 @@ class Case:
     nbytes: int
     tensors: bool = False
 
+    @property
+    def what(self) -> str:
+        """The object, in words."""
+        return f"a dict of {TENSORS} float32 tensors" if self.tensors else f"a numpy array of {self.nbytes:,} bytes"
+
     def make(self) -> Any:
         values = np.arange(self.nbytes, dtype=np.uint8)
         if not self.tensors:

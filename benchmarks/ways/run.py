@@ -14,8 +14,9 @@ from typing import Any
 from ways.cases import Case
 from ways.pair import Contender, Sample
 
-WARM_UP = 4
-MOST_ITEMS = 200_000
+MOST_ITEMS = 2_000_000
+GROWTH = 1.3
+"""How much more than the last measurement suggests is tried next, so that it is enough."""
 TRIPS_CASES_BYTES = 1 << 20
 """Round trips are measured up to this size."""
 
@@ -69,23 +70,44 @@ def started_ray() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def most_items(contender: Contender, case: Case) -> int:
+    """Most items of one call; a measurement that needs more is made of several."""
+    return max(case.batch_size, min(MOST_ITEMS, contender.most_bytes // case.nbytes))
+
+
 def counted(contender: Contender, case: Case, seconds: float) -> int:
-    """How many items take about ``seconds``: found by trying, in steps so that a slow start does not count."""
-    count = WARM_UP
-    most = max(WARM_UP, min(MOST_ITEMS, contender.most_bytes // case.nbytes))
+    """How many items take about ``seconds``, at least one batch: found by trying, in steps so that a slow start does
+    not count."""
+    most = most_items(contender, case)
+    count = min(case.batch_size, most)
     contender.throughput(case, count)
     while True:
         sample = contender.throughput(case, count)
-        wanted = max(WARM_UP, min(most, int(count * seconds / sample.seconds)))
+        wanted = min(most, int(count * seconds / sample.seconds) + 1)
         if wanted <= count or sample.seconds >= seconds / 2:
-            return wanted
+            return max(wanted, count)
         count = min(wanted, 8 * count)
+
+
+def lasting(contender: Contender, case: Case, count: int, seconds: float) -> Sample:
+    """A measurement that lasts ``seconds`` or more: with a larger count than ``count`` when that was too little, and
+    where one call may not move so many, over several calls in a row (their items, times and processor times added)."""
+    most = most_items(contender, case)
+    while True:
+        sample = contender.throughput(case, count)
+        if sample.seconds >= seconds or count >= most:
+            break
+        count = min(most, max(count + 1, int(GROWTH * count * seconds / sample.seconds)))
+    while sample.seconds < seconds:
+        more = contender.throughput(case, count)
+        sample = Sample(sample.count + more.count, sample.seconds + more.seconds, sample.cpu + more.cpu)
+    return sample
 
 
 def measure(
     contenders: Sequence[Contender], cases: Sequence[Case], *, rounds: int, seconds: float, trips_s: float
 ) -> list[Figures]:
-    """``seconds`` of throughput and ``trips_s`` of round trips for each contender, case and round, after a warm-up.
+    """``seconds`` or more of throughput and ``trips_s`` of round trips for each contender, case and round, after a warm-up.
     The contenders are started already."""
     counts = {(c.name, case.name): counted(c, case, seconds) for case in cases for c in contenders}
     found = []
@@ -94,7 +116,10 @@ def measure(
             # Another one begins each round, so that none always follows the same.
             turn = number % len(contenders)
             for contender in (*contenders[turn:], *contenders[:turn]):
-                sample = contender.throughput(case, counts[contender.name, case.name])
+                key = contender.name, case.name
+                sample = lasting(contender, case, counts[key], seconds)
+                # What was enough now is tried first the next time.
+                counts[key] = min(most_items(contender, case), max(counts[key], sample.count))
                 trips = round_trips(contender, case, trips_s)
                 found.append(_figures(contender, case, number, sample, trips))
     return found

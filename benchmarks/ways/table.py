@@ -36,7 +36,7 @@ def ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -> str:
 
 
 def case_table(figures: Sequence[Figures], case: str) -> str:
-    head = ["", "items/s", "spread", "GB/s", "p50 us", "p99 us", "CPU us/item", "CPU s/GB", "Communicator to it",
+    head = ["", "items", "items/s", "spread", "GB/s", "p50 us", "p99 us", "CPU us/item", "CPU s/GB", "Communicator to it",
             "channel to it"]  # fmt: skip
     lines = []
     for name in contenders(figures):
@@ -52,20 +52,24 @@ def case_table(figures: Sequence[Figures], case: str) -> str:
         gigabytes = [number(middle * size / 1e9), *shown, number(cpu * 1e6), number(cpu / size * 1e9)]
         spread = f"{number(min(rates))}-{number(max(rates))}"
         ratios = [ratio(figures, ours, name, case) if ours != name else "" for ours in (OURS, CHANNEL)]
-        lines.append([name, number(middle), spread, *gigabytes, *ratios])
+        lines.append([name, f"{min(f.count for f in found):,}", number(middle), spread, *gigabytes, *ratios])
     rows = [head, ["---"] * len(head), *lines]
-    return f"### {case}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return f"### {case}: {CASES[case].what}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 TEXT = """\
 # Communication between two processes of one machine
 
-`{command}` at commit {commit}; {rounds} rounds, the contenders in turn, {seconds:g} s a measurement. {cores} cores,
-shared with other work: load {load}. Throughput is from the first `send` to the last `recv`, one item a call unless the
-name says otherwise; *spread* is the slowest and the fastest round. The round trips of all rounds are taken together.
-CPU is that of producer and consumer together (Ray's own processes are not counted). *to it*: rate of ours over that
-of the line, in the same round, median (min-max); more than 1: ours is faster. Every consumer looks at each item, and
-all of the last one of a measurement is compared.
+{conclusion}
+
+`{command}` at commit {commit}; {rounds} rounds, the contenders in turn. {cores} cores, shared with other work: load
+{load}. Throughput is from the first `send` to the last `recv` of {seconds:g} s or more, one item a call unless the name
+says otherwise; *items* is how many that were in the round with the fewest, *spread* the slowest and the fastest round.
+The round trips of all rounds are taken together. 64 MiB has none: one would take tens of milliseconds, so that there
+would be too few for percentiles, and what it takes is the copying, which GB/s shows. CPU is that of producer and
+consumer together (Ray's own processes are not counted). *to it*: rate of ours over that of the line, in the same round,
+median (min-max); more than 1: ours is faster. Every consumer looks at each item, and all of the last one of a
+measurement is compared.
 
 {notes}
 
@@ -83,14 +87,71 @@ NOTES = """\
 - `multiprocessing`'s queues are for reference: no keys, weights, account or end of stream.
 - *rlinf channel* is core's channel in a real flow of two groups under Ray, with the link that `channels.link=auto`
   finds; *sockets only* is without the link of shared memory.
-- *8 tensors* is a dict of eight float32 tensors, 64 KiB together."""
+- An item is one flat numpy array of bytes of the size that the table names; of *8 tensors*, a dict of eight float32
+  tensors, 64 KiB together."""
+
+
+def middle_ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -> float | None:
+    """Median of the rates of ``mine`` over those of ``other``, round by round; None where one was not measured."""
+    theirs = {f.round: f.rate for f in cells(figures, other, case)}
+    found = [f.rate / theirs[f.round] for f in cells(figures, mine, case) if f.round in theirs]
+    return statistics.median(found) if found else None
+
+
+def conclusion(figures: Sequence[Figures]) -> str:
+    """Three lines: ours beside the fastest peer, beside multiprocessing's queues, and beside the limits."""
+    return "\n".join(
+        (
+            f"- **Beside Ray and gloo**, of which the fastest is taken at each size, a Communicator moves "
+            f"{_beside(figures, 'peer')}.",
+            f"- **Beside `multiprocessing`'s queues** (the faster one) it moves {_beside(figures, 'reference')}. They are "
+            "made before the processes that share them, between processes of one machine; copy everything through a "
+            "pipe, pickled; and have no deadline for `send`, no notice of a peer that died, no object that fails alone, "
+            "no end of stream and no account of what moved.",
+            f"- **Beside the limits** (the bare ring or `memcpy`, the slower one) it moves "
+            f"{_beside(figures, 'limit', slowest=True)}; core's channel, which adds order over many writers and readers, "
+            f"keys, credit and the account, moves {_channel(figures)} of what the Communicator does.",
+        )
+    )
+
+
+def _beside(figures: Sequence[Figures], kind: str, *, slowest: bool = False) -> str:
+    """Ours over the best (or the slowest) contender of a kind, size by size."""
+    names = {figure.contender for figure in figures if figure.kind == kind}
+    parts = []
+    for case in CASES:
+        measured = [name for name in names if cells(figures, name, case)]
+        if measured and cells(figures, OURS, case):
+            choose = min if slowest else max
+            best = choose(measured, key=lambda name: median_rate(figures, name, case))  # noqa: B023 - called at once
+            value = middle_ratio(figures, OURS, best, case)
+            parts.append("-" if value is None else f"{value:.2g} times as many items at {case} ({best})")
+    return ", ".join(part.replace(" as many items", "") if i else part for i, part in enumerate(parts)) or "-"
+
+
+def _channel(figures: Sequence[Figures]) -> str:
+    found = [middle_ratio(figures, CHANNEL, OURS, case) for case in CASES]
+    known = [value for value in found if value is not None]
+    return f"{min(known):.2g} to {max(known):.2g} times" if known else "-"
+
+
+def too_short(figures: Sequence[Figures], seconds: float) -> list[str]:
+    """Measurements that did not last as long as was asked for."""
+    return [
+        f"{figure.contender}, {figure.case}, round {figure.round}: {figure.count} items in {figure.seconds:.3g} s"
+        for figure in figures
+        if figure.seconds < seconds
+    ]
 
 
 def page(figures: Sequence[Figures], facts: dict[str, Any], chart: str) -> str:
+    """Raises ValueError when a measurement was shorter than the page says."""
+    if short := too_short(figures, facts["seconds"]):
+        raise ValueError(f"shorter than {facts['seconds']:g} s: {'; '.join(short)}")
     loads = [figure.load for figure in figures]
     tables = "\n".join(case_table(figures, case) for case in CASES if any(f.case == case for f in figures))
     load = f"{min(loads):.1f} to {max(loads):.1f}"
-    return TEXT.format(**facts, load=load, notes=NOTES, chart=chart, tables=tables)
+    return TEXT.format(**facts, conclusion=conclusion(figures), load=load, notes=NOTES, chart=chart, tables=tables)
 
 
 def draw(figures: Sequence[Figures], path: Path) -> None:

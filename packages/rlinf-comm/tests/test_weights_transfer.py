@@ -34,6 +34,7 @@ from rlinf_comm.weights import (
 )
 from rlinf_comm.weights.checksum import checksum
 from rlinf_comm.weights.copying import copy_all
+from rlinf_comm.weights.differences import first_difference
 from rlinf_comm.weights.layout import Layout, Part, RankLayout, Spec
 from rlinf_core.errors import ChannelPoisoned
 
@@ -48,6 +49,7 @@ SPECS = {
     "steps": Spec((3,), "int64"),
 }
 TIED = {"head": "embed"}
+PART = Part("x", ((0, 2),), "x", 0, (1,))
 needs_memory = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "there is shared memory")
 
 
@@ -392,10 +394,78 @@ def test_sides_that_mean_different_transfers_are_named_before_anything_is_staged
     run = Run(fsdp(SPECS, 2), replicated(SPECS, 1))
     run.senders = [Sender(r, run.source, split(SPECS, {"q": 1}, 2), ControlMover(e)) for r, e in enumerate(run.ends)]
     run.send(1)
-    with pytest.raises(
-        MismatchError, match=r"rank 0: the sender was told another layout of the targets \(\w+\) than this"
-    ):
+    with pytest.raises(MismatchError) as caught:
         run.receive()
+    assert str(caught.value) == (
+        "rank 0: the sender was told another layout of the targets than this rank has: there are 2 ranks in "
+        "target_layout() of the sender, 1 in weight_layout() here"
+    )
+
+
+def test_where_only_the_fingerprint_came_it_is_said_what_to_compare() -> None:
+    run = Run(fsdp(SPECS, 1), replicated(SPECS, 1))
+    for tampered in (b"no layout", None):
+        run.ends[0].tamper = lambda obj, data=tampered: (
+            {**{k: v for k, v in obj[0].items() if k != "target_data" or data}, "target_layout": "another"}
+            | ({"target_data": data} if data else {}),
+            obj[1],
+        )
+        run.send(1 if tampered else 2)
+        with pytest.raises(MismatchError, match=r"compare target_layout\(\) of the sender with weight_layout\(\) here"):
+            run.receive()
+
+
+def test_the_members_that_do_not_agree_are_named() -> None:
+    run = Run(fsdp(SPECS, 1), replicated(SPECS, 1))
+    named, mine = ControlMover(run.ends[0]), ControlMover(run.queues.end(0))
+    named.name, mine.name = "trainer[0]", "rollout[0]"
+    other = {**SPECS, "q": Spec((8, 8), "bfloat16")}
+    run.senders = [Sender(0, run.source, replicated(other, 1), named)]
+    run.receivers[0].connect(mine)
+    run.send(1)
+    with pytest.raises(MismatchError) as caught:
+        run.receive()
+    assert str(caught.value) == (
+        "rollout[0] (rank 0): the sender trainer[0] was told another layout of the targets than this rank has: "
+        "parameter 'q' is bfloat16 of shape (8, 8) in target_layout() of the sender, float32 of shape (8, 8) in "
+        "weight_layout() here"
+    )
+    with pytest.raises(MismatchError, match=r"^trainer\[0\]: the source has no parameter 'new'"):
+        Sender(0, run.source, replicated({**SPECS, "new": Spec(())}, 1), named)
+
+
+@pytest.mark.parametrize(
+    ("told", "own", "what"),
+    [
+        (replicated(SPECS, 1), replicated(SPECS, 1), ""),
+        (replicated({**SPECS, "new": Spec(())}, 1), replicated(SPECS, 1), "parameter 'new' is in A alone"),
+        (replicated(SPECS, 1), replicated({**SPECS, "new": Spec(())}, 1), "parameter 'new' is in B alone"),
+        (replicated(SPECS, 1, TIED), replicated(SPECS, 1), "'head' is tied to 'embed' in A, not tied in B"),
+        (
+            split(SPECS, {"q": 0}, 2),
+            split(SPECS, {"q": 1}, 2),
+            "of parameter 'q' rank 0 has [0:4, 0:8] in A, [0:8, 0:4] in B",
+        ),
+        (
+            replicated(SPECS, 1),
+            fused(replicated(SPECS, 1), {"qk": ["q", "k"]}),
+            "of parameter 'q' rank 0 has [0:8, 0:8] in 'q' from element 0 on (steps (8, 1)) in A, "
+            "[0:8, 0:8] in 'qk' from element 0 on (steps (8, 1)) in B",
+        ),
+        (
+            Layout({"x": Spec((2,))}, (RankLayout({"x": Spec((2,)), "spare": Spec((1,))}, (PART,)),)),
+            Layout({"x": Spec((2,))}, (RankLayout({"x": Spec((2,)), "spare": Spec((3,))}, (PART,)),)),
+            "rank 0: place 'spare' is float32 of shape (1,) in A, float32 of shape (3,) in B",
+        ),
+        (
+            replicated({"a": Spec(()), "b": Spec(())}, 1),
+            replicated({"b": Spec(()), "a": Spec(())}, 1),
+            "names and parts come in another order in A than in B",
+        ),
+    ],
+)
+def test_the_first_difference_of_two_layouts(told: Layout, own: Layout, what: str) -> None:
+    assert first_difference(told, own, "A", "B") == what
 
 
 def test_a_manifest_that_does_not_fit_the_plan_is_named() -> None:

@@ -99,7 +99,9 @@ class OneProcess:
 def test_a_raylet_is_used_by_its_driver_or_by_a_cluster_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         answers = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(machine.socket, "create_connection", only(server.getsockname()[1], socket.create_connection))
+        monkeypatch.setattr(
+            machine.socket, "create_connection", only(server.getsockname()[1], socket.create_connection)
+        )
         began = "--session-name=session_2026-01-01_00-00-00_1_41"
         silent = "--gcs-address=127.0.0.1:1"
         shown = [

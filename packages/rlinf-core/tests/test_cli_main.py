@@ -16,7 +16,7 @@ from rlinf_core import registry
 from rlinf_core.cli.main import main
 from rlinf_core.config import Config, sources
 from rlinf_core.errors import ConfigError, MissingExtraError, RunDirectoryError, WorkerError
-from rlinf_core.registry import Entry, installed_entries
+from rlinf_core.registry import Entry, install_command, installed_entries
 
 CONF = """
 from dataclasses import dataclass, field
@@ -230,9 +230,8 @@ def test_a_recipe_that_needs_a_package_of_ours_names_the_command(
     path.write_text("\nimport rlinf_absent.codec\n")
     assert main(["run", str(path)]) == 2
     line = last_line(capsys)
-    assert line.endswith(
-        f"ModuleNotFoundError: No module named 'rlinf_absent' (line 2); install it with: {install_command('rlinf-absent')}"
-    )
+    command = install_command("rlinf-absent")
+    assert line.endswith(f"ModuleNotFoundError: No module named 'rlinf_absent' (line 2); install it with: {command}")
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ZeroDivisionError])

@@ -175,7 +175,9 @@ def test_what_is_used_is_said_at_the_start(installed: dict[str, Any], caplog: py
     del installed["memory"]
     with caplog.at_level(logging.INFO, "rlinf"):
         for name in (AUTO, "shm"):
-            assert links.said_at_start(name).endswith("sockets; link 'shm' cannot be used: RuntimeError: no such memory here")
+            assert links.said_at_start(name).endswith(
+                "sockets; link 'shm' cannot be used: RuntimeError: no such memory here"
+            )
     assert not caplog.records  # the line says it
     installed.clear()
     assert links.said_at_start(AUTO).startswith(f"{begin}sockets; rlinf-comm brings shared memory: ")
@@ -183,7 +185,7 @@ def test_what_is_used_is_said_at_the_start(installed: dict[str, Any], caplog: py
 
 def test_what_is_said_at_the_start_leaves_no_link_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Memory] = []
-    monkeypatch.setattr(Memory, "close", closed.append)
+    monkeypatch.setattr(Memory, "close", lambda link: closed.append(link))
     links.said_at_start(AUTO)
     assert len(closed) == Memory.made == 1
 

@@ -131,6 +131,17 @@ def test_the_install_command_fits_where_one_is(monkeypatch: pytest.MonkeyPatch, 
     assert install_command("a[b]") == "tools/install 'a[b]'"
 
 
+def test_a_plugin_that_needs_a_package_of_ours_names_our_way_to_install_it(
+    modules: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Registry("rlinf.rewards", [reward("needy", "plug_needy:Needy")])
+    for ours, how in ((), "pip install no_such_library"), (("no_such_library",), install_command("no-such-library")):
+        monkeypatch.setattr(registry, "OURS", ours)
+        with pytest.raises(MissingExtraError) as caught:
+            found.load("needy")
+        assert str(caught.value).endswith(f"install it with: {how}")
+
+
 def test_installed_metadata_is_read() -> None:
     loggers = [entry.name for entry in installed_entries() if entry.group == "rlinf.loggers"]
     assert {"jsonl", "tensorboard"} <= set(loggers)

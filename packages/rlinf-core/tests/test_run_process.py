@@ -152,6 +152,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 60) ->
 def test_a_good_run_exits_with_0_and_leaves_its_directory(recipe: Path, address: str) -> None:
     code, _, err = finish(start(recipe, address))
     assert code == 0, err
+    assert err.count("items between workers of one machine: ") == 1
     (folder,) = (recipe.parent / "runs").rglob("metrics.jsonl")
     names = {p.name for p in folder.parent.iterdir()}
     assert {"config.yaml", "plan.yaml", "metrics.jsonl", "summary.json", "trace.json", "run.png"} <= names

@@ -13,9 +13,7 @@ from rlinf_comm.transports.base import Buffer, BufferSpec, Place
 class Router:
     """Of one connection. Choices for host memory are remembered: they only depend on which thresholds a size passes."""
 
-    def __init__(
-        self, source: Place, target: Place, table: Thresholds, others: Sequence[Other] | None = None
-    ) -> None:
+    def __init__(self, source: Place, target: Place, table: Thresholds, others: Sequence[Other] | None = None) -> None:
         """``others``: the transports that are not built in (None: those of this process)."""
         self._source = source
         self._target = target

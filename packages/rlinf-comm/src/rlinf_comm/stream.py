@@ -22,6 +22,9 @@ import numpy as np
 from rlinf_comm.errors import CommTimeout, PeerLost
 
 RECEIVE_BYTES = 128 << 10
+SPIN_S = 0.0001
+BUSY_S = 0.001
+"""A reader that finds nothing looks on for so long, if something has come within the last ``BUSY_S``."""
 JOINED_BYTES = 16 << 10
 """Pieces of no more than this together are joined: that costs less than to hand each to the kernel."""
 MAX_PIECES = 512
@@ -68,6 +71,8 @@ class Stream:
         self._buffer = empty(RECEIVE_BYTES)
         self._start = 0
         self._end = 0
+        self._heard = 0.0
+        """When something last came."""
         self._unread: list[memoryview] | None = None
         """What is left of a ``read_into`` that stopped at its deadline."""
         self._read_poll = select.poll()
@@ -164,9 +169,20 @@ class Stream:
     def need(self, size: int) -> memoryview:
         """The next ``size`` bytes, which stay to be read: a timeout loses nothing. Raises Ended."""
         while self._end - self._start < size:
-            if not self.fill(size):
+            if not self.fill(size) and not self._spun(size):
                 self.starved(self.read_deadline)
         return self._buffer[self._start : self._start + size]
+
+    def _spun(self, size: int) -> bool:
+        """In the middle of busy traffic, look again for a moment: to fall asleep and to be woken costs more than that."""
+        now = time.perf_counter()
+        if now - self._heard > BUSY_S:
+            return False
+        until = now + SPIN_S
+        while time.perf_counter() < until:
+            if self.fill(size):
+                return True
+        return False
 
     def skip(self, size: int) -> None:
         self._start += size
@@ -195,6 +211,7 @@ class Stream:
         if not got:
             raise Ended(clean=not held)
         self._end += got
+        self._heard = time.perf_counter()
         if held == 0 and self._start == 0 and len(self._buffer) > RECEIVE_BYTES and self._end <= RECEIVE_BYTES:
             small = empty(RECEIVE_BYTES)  # one long frame must not hold its memory for ever
             small[: self._end] = self._buffer[: self._end]

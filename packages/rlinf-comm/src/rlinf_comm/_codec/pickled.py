@@ -80,5 +80,5 @@ def decode(decoder: Decoder, arguments: list[Any]) -> Any:
     try:
         return _Unpickler(io.BytesIO(decoder.blob(data)), buffers, inside).load()
     except Exception as error:  # what the pickle calls may raise anything
-        hint = f"; {ELSEWHERE}" if isinstance(error, AttributeError) and "'__main__'" in str(error) else ""
+        hint = f"; {ELSEWHERE}" if isinstance(error, AttributeError) and "__main__" in str(error) else ""
         raise CodecError(f"the pickled part cannot be read: {type(error).__name__}: {error}{hint}") from error

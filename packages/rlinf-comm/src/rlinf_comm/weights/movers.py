@@ -53,6 +53,8 @@ class Mover(ABC):
 
     concurrent: ClassVar[bool] = False
     """``receive`` may wait for several sources at once, in threads; a timeout loses nothing."""
+    name: str = ""
+    """Of this end in the run (``rollout[0]``), where it is known: for messages."""
 
     def pack(self, packed: Packed, targets: Sequence[int]) -> Payload:
         """Make a bucket ready for ``targets``. Here: tensors, copied only where they are converted or have gaps."""
@@ -101,6 +103,7 @@ class ControlMover(Mover):
 
     def __init__(self, control: Control, arena: Arena | None = None) -> None:
         self._control = control
+        self.name = str(getattr(control, "name", ""))
         self._arena = arena
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._known: dict[int, Holder] = {}
@@ -189,6 +192,7 @@ class CommunicatorControl:
 
     def __init__(self, communicator: Communicator, name_of: Callable[[int], str]) -> None:
         self._communicator = communicator
+        self.name = communicator.name
         self._name_of = name_of
 
     def send(self, obj: Any, target: int, timeout: float) -> None:
@@ -207,11 +211,12 @@ class CommunicatorControl:
 
 class ChannelMover(Mover):
     """Through a channel of a flow: one item per message, put once for all its targets. ``channel`` is the task's
-    ``Out`` at a source and its ``In`` at a target."""
+    ``Out`` at a source and its ``In`` at a target, ``name`` the worker's."""
 
-    def __init__(self, channel: Any, rank: int) -> None:
+    def __init__(self, channel: Any, rank: int, name: str = "") -> None:
         self._channel = channel
         self._rank = rank
+        self.name = name
 
     def send(self, header: Header, payload: Payload | None, targets: Sequence[int], timeout: float) -> Lost:
         item = (header, None if payload is None else payload.pieces)

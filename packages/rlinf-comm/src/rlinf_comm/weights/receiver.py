@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from rlinf_comm.weights.checksum import check_kind, checksum
+from rlinf_comm.weights.differences import first_difference
 from rlinf_comm.weights.errors import (
     ChecksumError,
+    LayoutError,
     MismatchError,
     StaleVersion,
     TransferInterrupted,
@@ -33,6 +35,11 @@ from rlinf_core.errors import Cancelled, ChannelPoisoned, EndOfChannel
 
 SLICE_S = 0.5
 """With several sources: how soon the others are left when one has failed."""
+
+
+def _named(header: Header) -> str:
+    """The sender's name for a message, where it has said it."""
+    return f" {header['member']}" if header.get("member") else ""
 
 
 class _Stopped(WeightsError):
@@ -201,8 +208,8 @@ class Receiver:
     def _plan_of(self, header: Header) -> TransferPlan:
         if header["target_layout"] != self._layout.fingerprint:
             raise MismatchError(
-                f"rank {self._rank}: the sender was told another layout of the targets ({header['target_layout']}) "
-                f"than this rank has ({self._layout.fingerprint})"
+                f"{self._who}: the sender{_named(header)} was told another layout of the targets than this rank has: "
+                + self._difference(header)
             )
         key = (str(header["source_layout"]), int(header["bucket_bytes"]), tuple(header["without"]))
         if key not in self._plans:
@@ -211,14 +218,27 @@ class Receiver:
             self._plans[key] = plan(source, self._layout, key[1], without=key[2])
         return self._plans[key]
 
+    @property
+    def _who(self) -> str:
+        name = self._mover.name
+        return f"{name} (rank {self._rank})" if name else f"rank {self._rank}"
+
+    def _difference(self, header: Header) -> str:
+        calls = "target_layout() of the sender", "weight_layout() here"
+        try:
+            told = Layout.from_data(zlib.decompress(header["target_data"]))
+        except (KeyError, zlib.error, LayoutError):  # only the way to say it is lost
+            return f"compare {calls[0]} with {calls[1]}"
+        return first_difference(told, self._layout, *calls)
+
     def _agree(self, header: Header, made: TransferPlan, source: int, buckets: Sequence[Bucket]) -> None:
         check_kind(header["checksum"])
         mine = {"plan": made.fingerprint, "count": len(buckets), "nbytes": sum(bucket.nbytes for bucket in buckets)}
         for what, value in mine.items():
             if header[what] != value:
                 raise MismatchError(
-                    f"rank {self._rank}: source rank {source} says {what} {header[what]} of version "
-                    f"{header['version']}, here it is {value}"
+                    f"{self._who}: source rank {source}{_named(header)} says {what} {header[what]} of version "
+                    f"{header['version']}, here it is {value}: compare bucket_bytes, without and the layouts of both"
                 )
 
     def _bucket(self, incoming: _Incoming, bucket: Bucket, done: int) -> list[torch.Tensor]:

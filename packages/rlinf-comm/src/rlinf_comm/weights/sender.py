@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlinf_comm.weights.checksum import check_kind, checksum
-from rlinf_comm.weights.errors import StaleVersion, TransferInterrupted, WeightsError, is_elsewhere
+from rlinf_comm.weights.errors import MismatchError, StaleVersion, TransferInterrupted, WeightsError, is_elsewhere
 from rlinf_comm.weights.layout import Layout
 from rlinf_comm.weights.local import Packed, Tensors, check_tensors
 from rlinf_comm.weights.movers import Header, Lost, Mover
@@ -61,9 +61,16 @@ class Sender:
         self._source = source
         # For who does not know the plan yet. Ranks differ in a few numbers, so that this is a tenth of the size.
         self._layout = zlib.compress(source.data, 1) if rank == LEADER else b""
+        # For a target whose own layout is another: it can then say in what.
+        self._told = zlib.compress(target.data, 1) if rank == LEADER else b""
         self._kind = checksum
         self._without = sorted(without)
-        self.plan = plan(source, target, bucket_bytes, without=without)
+        try:
+            self.plan = plan(source, target, bucket_bytes, without=without)
+        except MismatchError as error:
+            if not mover.name:
+                raise
+            raise MismatchError(f"{mover.name}: {error}") from error
         self.targets = len(target.ranks)
         self._last: int | None = None
 
@@ -127,6 +134,8 @@ class Sender:
                 source_layout=self._source.fingerprint,
                 source_data=self._layout,
                 target_layout=self.plan.target,
+                target_data=self._told,
+                member=self._mover.name,
                 bucket_bytes=self.plan.bucket_bytes,
                 without=self._without,
                 count=len(mine),

@@ -51,11 +51,14 @@ class ShardedWeights(Worker):
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.weight_places().items()
 
+    def _member(self) -> str:
+        return f"{self.name}[{self.rank}]"
+
     @task
     def publish_weights(self, channel: Out[Any], version: int, targets: int) -> None:
         """Send this rank's parts to the ``targets`` ranks of the receiving group."""
         with self.on_device():
-            mover = ChannelMover(channel, self.rank)
+            mover = ChannelMover(channel, self.rank, self._member())
             if self._weight_sender is None or self._weight_sender.targets != targets:
                 self._weight_sender = Sender(
                     self.rank,
@@ -71,11 +74,10 @@ class ShardedWeights(Worker):
     @task
     def receive_weights(self, channel: In[Any]) -> None:
         if self._weight_receiver is None:
-            self._weight_receiver = Receiver(
-                self.rank, self.weight_layout(), ChannelMover(channel, self.rank), install=self.install_weights
-            )
+            mover = ChannelMover(channel, self.rank, self._member())
+            self._weight_receiver = Receiver(self.rank, self.weight_layout(), mover, install=self.install_weights)
         receiver = self._weight_receiver
-        receiver.connect(ChannelMover(channel, self.rank))
+        receiver.connect(ChannelMover(channel, self.rank, self._member()))
         receiver.stage(self.weight_timeout)  # before the section: the sender may need the same device
         with self.on_device():
             receiver.commit()
