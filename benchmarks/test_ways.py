@@ -79,11 +79,11 @@ FIGURES = [
 
 
 def test_the_page_begins_with_what_the_numbers_say() -> None:
-    lines = conclusion(FIGURES).splitlines()
+    lines = conclusion(FIGURES).split("\n- ")
     assert len(lines) == 3
     assert "a Communicator moves 4 times as many items at 4 B (gloo)." in lines[0]
-    assert "it moves 0.5 times as many items at 4 B (SimpleQueue)." in lines[1] and "no deadline" in lines[1]
-    assert "0.1 times as many items at 4 B (ring)" in lines[2] and "moves 0.5 to 0.5 times of what" in lines[2]
+    assert "it moves 0.5 times as many items at 4 B (SimpleQueue)." in lines[1] and "no deadlines" in lines[1]
+    assert "0.1 times as many items at 4 B (ring)" in lines[2] and "moves 0.5 to 0.5 times what" in lines[2]
     text = page(FIGURES, FACTS, "chart.png")
     assert text.index(lines[0]) < text.index("`c` at commit d")
     assert "### 4 B: a numpy array of 4 bytes" in text and "| gloo | 250 | 250 |" in text

@@ -107,8 +107,8 @@ def lasting(contender: Contender, case: Case, count: int, seconds: float) -> Sam
 def measure(
     contenders: Sequence[Contender], cases: Sequence[Case], *, rounds: int, seconds: float, trips_s: float
 ) -> list[Figures]:
-    """``seconds`` or more of throughput and ``trips_s`` of round trips for each contender, case and round, after a warm-up.
-    The contenders are started already."""
+    """``seconds`` or more of throughput and ``trips_s`` of round trips for each contender, case and round, after a
+    warm-up. The contenders are started already."""
     counts = {(c.name, case.name): counted(c, case, seconds) for case in cases for c in contenders}
     found = []
     for number in range(rounds):

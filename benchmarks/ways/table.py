@@ -36,8 +36,8 @@ def ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -> str:
 
 
 def case_table(figures: Sequence[Figures], case: str) -> str:
-    head = ["", "items", "items/s", "spread", "GB/s", "p50 us", "p99 us", "CPU us/item", "CPU s/GB", "Communicator to it",
-            "channel to it"]  # fmt: skip
+    head = ["", "items", "items/s", "spread", "GB/s", "p50 us", "p99 us", "CPU us/item", "CPU s/GB",
+            "Communicator to it", "channel to it"]  # fmt: skip
     lines = []
     for name in contenders(figures):
         found = cells(figures, name, case)
@@ -91,6 +91,11 @@ NOTES = """\
   tensors, 64 KiB together."""
 
 
+LACKING = """\
+are handed to processes when these start, on one machine; send arrays pickled through a pipe; do not notice a peer that
+  died; and have no keys, no end of stream, no limit by bytes and no account of what moved (`SimpleQueue` no deadlines)"""
+
+
 def middle_ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -> float | None:
     """Median of the rates of ``mine`` over those of ``other``, round by round; None where one was not measured."""
     theirs = {f.round: f.rate for f in cells(figures, other, case)}
@@ -100,19 +105,13 @@ def middle_ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -
 
 def conclusion(figures: Sequence[Figures]) -> str:
     """Three lines: ours beside the fastest peer, beside multiprocessing's queues, and beside the limits."""
-    return "\n".join(
-        (
-            f"- **Beside Ray and gloo**, of which the fastest is taken at each size, a Communicator moves "
-            f"{_beside(figures, 'peer')}.",
-            f"- **Beside `multiprocessing`'s queues** (the faster one) it moves {_beside(figures, 'reference')}. They are "
-            "made before the processes that share them, between processes of one machine; copy everything through a "
-            "pipe, pickled; and have no deadline for `send`, no notice of a peer that died, no object that fails alone, "
-            "no end of stream and no account of what moved.",
-            f"- **Beside the limits** (the bare ring or `memcpy`, the slower one) it moves "
-            f"{_beside(figures, 'limit', slowest=True)}; core's channel, which adds order over many writers and readers, "
-            f"keys, credit and the account, moves {_channel(figures)} of what the Communicator does.",
-        )
-    )
+    peer, reference = _beside(figures, "peer"), _beside(figures, "reference")
+    limit = _beside(figures, "limit", slowest=True)
+    return f"""\
+- **Beside Ray and gloo** (the fastest of them at each size) a Communicator moves {peer}.
+- **Beside `multiprocessing`'s queues** (the faster one) it moves {reference}. They {LACKING}.
+- **Beside the limits** (bare ring or `memcpy`, the slower one) it moves {limit}; core's channel, which adds order over
+  many writers and readers, keys, credit and the account, moves {_channel(figures)} what the Communicator does."""
 
 
 def _beside(figures: Sequence[Figures], kind: str, *, slowest: bool = False) -> str:
@@ -122,8 +121,8 @@ def _beside(figures: Sequence[Figures], kind: str, *, slowest: bool = False) -> 
     for case in CASES:
         measured = [name for name in names if cells(figures, name, case)]
         if measured and cells(figures, OURS, case):
-            choose = min if slowest else max
-            best = choose(measured, key=lambda name: median_rate(figures, name, case))  # noqa: B023 - called at once
+            rates = {name: median_rate(figures, name, case) for name in measured}
+            best = (min if slowest else max)(rates, key=lambda name: rates[name])
             value = middle_ratio(figures, OURS, best, case)
             parts.append("-" if value is None else f"{value:.2g} times as many items at {case} ({best})")
     return ", ".join(part.replace(" as many items", "") if i else part for i, part in enumerate(parts)) or "-"

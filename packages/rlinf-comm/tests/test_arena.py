@@ -326,3 +326,65 @@ def test_no_slot_is_given_out_twice(plan: list[tuple[int, int]], random: object)
         for other, expected, kept in live:
             assert bytes((kept or arena.read(other))[0]) == expected
     arena.close()
+
+
+@pytest.mark.parametrize("size", [1000, 1_000_000])
+def test_several_holders_that_want_it_for_themselves_do_not_see_each_other(size: int) -> None:
+    arena = Arena(64 << 20)
+    slot = put(arena, size, ("b", "c"))
+    arena.release(slot)
+    first, second = (open_slot(slot.ref, place, private=True)[0] for place in range(2))
+    first[0], first[size - 1] = 1, 2
+    assert (second[0], second[size - 1]) == (0, 0)
+    second[0] = 9
+    assert (first[0], bytes(arena.read(slot)[0][:1])) == (1, b"\0")
+    del first, second
+    gc.collect()
+    assert arena.stats().lingering == 0
+
+
+def test_what_a_forked_child_throws_away_its_parent_still_holds() -> None:
+    code = (
+        "import gc, os\n"
+        "from rlinf_comm.arena import Arena\n"
+        "from rlinf_comm.slots import open_slot\n"
+        "arena = Arena(64 << 20)\n"
+        "slot = arena.put([memoryview(b'x' * 100)], ('b',))\n"
+        "arena.release(slot)\n"
+        "held = open_slot(slot.ref, 0)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    del held\n"
+        "    gc.collect()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "assert arena.stats().lingering == 1\n"
+        "del held\n"
+        "gc.collect()\n"
+        "assert arena.stats().lingering == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_arena_full_of_what_consumers_keep_is_not_searched_at_every_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(2 << 20)
+    kept = []
+    while (slot := arena.put(views(bytes(9000)), ("b",))) is not None:
+        kept.append(open_slot(slot.ref, 0))
+        arena.release(slot)
+    looked: list[int] = []
+    sweep = Arena._sweep
+
+    def count(self: Arena, count: int) -> None:
+        looked.append(count)
+        sweep(self, count)
+
+    monkeypatch.setattr(Arena, "_sweep", count)
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", 100.0)
+    arena._full_until = 0.0
+    for _ in range(50):
+        assert arena.put(views(bytes(9000))) is None
+    assert sum(looked) < 2 * len(kept) + 50 * module.LOOKED_AT
+    kept.clear()
+    gc.collect()
+    assert arena.put(views(bytes(9000))) is not None

@@ -145,3 +145,19 @@ def test_a_stranger_without_the_secret_gets_nothing(server: tuple[PayloadStore, 
         raw.sendall(bytes(nonce))
         with pytest.raises((EOFError, ConnectionError)):
             wire.recv_exactly(raw, 1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_any_stride_go(rows: int, dtype: torch.dtype) -> None:
+    table = torch.arange(rows * 40).reshape(rows, 40).to(dtype)
+    for view in (table[:, 3], table[:, ::7], table.t(), table[:1, :1].expand(3, 1) if rows else table):
+        back = roundtrip(view)
+        assert back.dtype == dtype
+        assert torch.equal(back, view)
+
+
+def test_conjugate_and_negative_views_go() -> None:
+    table = torch.tensor([1 + 2j, 3 - 4j])
+    assert torch.equal(roundtrip(table.conj()), table.conj())
+    assert torch.equal(roundtrip(table.conj().imag), table.conj().imag)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from rlinf_comm import frames
 from rlinf_comm.connection import large
-from rlinf_comm.errors import CommError, RemoteError
+from rlinf_comm.codec import CodecError
+from rlinf_comm.errors import CommError, CommTimeout, RemoteError
 from rlinf_comm.frames import Arrived, Packet
+from rlinf_comm.mailbox import DATA, REPORT, VERDICT, Key, Mark
 from rlinf_comm.slots import HOLDERS
 from rlinf_comm.transports.shm import ticket_of, withdraw
 from rlinf_core.errors import describe
@@ -25,7 +27,6 @@ from rlinf_core.errors import describe
 if TYPE_CHECKING:
     from rlinf_comm.endpoint import Endpoint
 
-DATA, REPORT, VERDICT = b"d", b"r", b"v"
 GRACE_S = 1.0
 """Beyond the timeout, for each level of the tree, so that who has waited in vain can still say for whom."""
 
@@ -87,7 +88,9 @@ class Broadcast:
         self._grace = min(GRACE_S, (deadline - time.monotonic()) / 4)
         self._failed: list[str] = []
         group = hashlib.sha256(json.dumps([source, list(members)]).encode()).digest()[:8]
-        self._key = group + endpoint.next_broadcast(group).to_bytes(8, "little")
+        number = endpoint.next_broadcast(group) if me == source else 0
+        self._key = Key(group, bytes.fromhex(endpoint.uid), number)
+        """Elsewhere than at the source: its, as soon as the object has come."""
         self.tree = tree_of(me, source, members, {m: self._machine(m) for m in members})
 
     def _machine(self, member: str) -> str:
@@ -96,12 +99,16 @@ class Broadcast:
 
     def fetch(self) -> Arrived:
         """At a member that is not the source: what its parent sends, handed on to its children."""
+        group = self._key.group
+        parent = self._endpoint.peer(self.tree.parent)
         try:
-            message = self._receive(self.tree.parent, DATA)
+            message = parent.receive_collective(lambda box: box.take_data(group, time.monotonic()), self._deadline)
+        except CommTimeout:
+            raise  # the children's time is over too
         except CommError as error:
             self.hand_on(Packet(describe(error).encode(), flags=frames.FAILED))
-            self._tell(self.tree.parent, REPORT, describe(error))
             raise
+        self._key = Mark.unpack(message.meta).key
         packet = Packet(message.skeleton, list(message.buffers), flags=message.flags & frames.FAILED)
         if message.error is not None:
             packet = Packet(describe(message.error).encode(), flags=frames.FAILED)
@@ -125,14 +132,23 @@ class Broadcast:
         slot = None
         if sum(b.nbytes for b in buffers) >= endpoint.thresholds.shm_from and len(children) > 1:
             slot = endpoint.arena.put(buffers, children)
-        failed = []
-        for i, child in enumerate(children):
-            tickets = None if slot is None else {"shm": ticket_of(slot, i)}
-            if tickets is not None and not self._reaches(child):
-                withdraw(tickets["shm"])
-                tickets = None
-            failed += self._send(child, DATA, packet, tickets)
-        if slot is not None:
+        failed: list[str] = []
+        if slot is None:
+            for child in children:
+                failed += self._send(child, DATA, packet)
+            return failed
+        unsent = [ticket_of(slot, i) for i in range(len(children))]
+        try:
+            for child in children:
+                if self._reaches(child):
+                    failed += self._send(child, DATA, packet, {"shm": unsent[0]})
+                else:
+                    withdraw(unsent[0])
+                    failed += self._send(child, DATA, packet)
+                del unsent[0]
+        finally:
+            for ticket in unsent:
+                withdraw(ticket)
             endpoint.arena.release(slot)
         return failed
 
@@ -152,14 +168,12 @@ class Broadcast:
         later: float = 0.0,
     ) -> list[str]:
         flags = packet.flags | frames.COLLECTIVE
-        own = Packet(
-            packet.skeleton, list(packet.buffers), self._key + kind, flags=flags, tickets=tickets, work=packet.work
-        )
+        left = max(0.0, self._deadline - time.monotonic())
+        mark = Mark(self._key, kind, left + (self.tree.levels + 2) * self._grace).pack()
+        own = Packet(packet.skeleton, list(packet.buffers), mark, flags=flags, tickets=tickets, work=packet.work)
         try:
             what = f"a broadcast of {packet.nbytes} bytes from {self._source}"
-            self._endpoint.peer(child).send(own, self._deadline + later, confirm=False, what=what)
-        except RemoteError:
-            raise
+            self._endpoint.peer(child).send(own, self._deadline + later, confirm=False, what=what, apart=True)
         except CommError as error:
             if tickets is not None:
                 withdraw(tickets["shm"])
@@ -199,9 +213,9 @@ class Broadcast:
         self._endpoint.peer(peer).consumed_one(message)
         return [message.skeleton.decode(errors="replace")] if message.skeleton else []
 
-    def _receive(self, name: str, kind: bytes, later: float = 0.0) -> Arrived:
-        peer = self._endpoint.peer(name)
-        return peer.receive_keyed(self._key, kind, self._deadline + later)
+    def _receive(self, name: str, kind: bytes, later: float) -> Arrived:
+        key = self._key
+        return self._endpoint.peer(name).receive_collective(lambda box: box.take(key, kind), self._deadline + later)
 
 
 def run(
@@ -216,6 +230,10 @@ def run(
     broadcast = Broadcast(endpoint, source, members, time.monotonic() + timeout)
     if endpoint.name == source:
         packet, error = pack()
+        try:
+            frames.check_size(packet)
+        except CodecError as large_error:
+            packet, error = Packet(describe(large_error).encode(), flags=frames.FAILED), large_error
         broadcast.hand_on(packet)
         if error is not None:
             raise error

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlinf_comm import frames
+from rlinf_comm import frames, slots
+from rlinf_comm.codec import CodecError
 from rlinf_comm.devices import wait_for
 from rlinf_comm.errors import CommError, CommTimeout, FrameError, NoRoom, PeerLost
 from rlinf_comm.frames import HEADER, INLINE, Arrived, Packet, Part
@@ -80,6 +81,8 @@ class Connection:
         self.peer = peer
         self.stream = stream
         self.key = mine.key
+        self.uid = theirs.uid
+        """Of the process at the other end: the peer's own is another when its name has passed on."""
         theirs_place = theirs.place
         if apart:
             theirs_place = replace(theirs_place, capabilities=theirs_place.capabilities - {"shm"})
@@ -122,6 +125,8 @@ class Connection:
         self._router = Router(mine.place, self.place, peer.endpoint.thresholds)
         self._full_logged = False
         endpoint = peer.endpoint
+        if theirs_place.node == mine.place.node:
+            endpoint.shared["pids"].add(theirs_place.pid)
         self._link = Link(
             mine.place,
             self.place,
@@ -171,6 +176,10 @@ class Connection:
 
     def _transmit(self, packet: Packet, seq: int) -> None:
         stream = self.stream
+        try:
+            frames.check_size(packet)
+        except CodecError as error:
+            raise Unsendable(error) from error
         stream.settle()
         head: list[memoryview | bytes]
         if not packet.buffers:
@@ -475,5 +484,7 @@ class Connection:
                 transport.close(self.lost)
             except Exception:  # the others must be closed too
                 log.exception("%s: closing %s to %s failed", self.stream.me, transport.name, self.stream.peer)
+        if self.place.node == self._link.me.node:
+            slots.mapped.forget(self.place.pid)  # mapped by whatever way: what is still looked at keeps its mapping
         self.stream.close()
         self.peer.gone(self)

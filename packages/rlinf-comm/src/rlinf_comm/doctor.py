@@ -207,8 +207,8 @@ def _cluster(nodes: Mapping[str, Node]) -> Iterator[str]:
         apart = None if len(names) > 1 else False
         yield from (f"  {line}" for line in _table(list(rows(node, node, apart=apart)), node.no_cuda))
     for i, (names, node) in enumerate(groups):
-        for others, other in groups[i + 1 :]:
-            yield f"between {', '.join(names)} and {', '.join(others)}:"
+        for names_there, other in groups[i + 1 :]:
+            yield f"between {', '.join(names)} and {', '.join(names_there)}:"
             lines = list(rows(node, other, apart=True))
             yield from (f"  {line}" for line in _table(lines, node.no_cuda and other.no_cuda))
 

@@ -160,7 +160,7 @@ class Endpoint(forks.Forked):
         return peer.place
 
     def next_broadcast(self, group: bytes) -> int:
-        """The number of the next broadcast of a group; all members count alike."""
+        """The number of the next broadcast of a group from here."""
         with self._lock:
             self._broadcasts[group] = self._broadcasts.get(group, 0) + 1
             return self._broadcasts[group]
@@ -371,6 +371,8 @@ class Endpoint(forks.Forked):
             return bytes(slots.open_slot(theirs.probe)[0]) == b"rlinf"
         except (slots.SlotGone, OSError):
             return False
+        finally:
+            slots.mapped.forget(theirs.place.pid)  # there may never be a message that goes this way
 
     def establish(self, sock: socket.socket, hello: Hello, apart: bool) -> None:
         """Who was welcome is ready."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlinf_comm.codec import CodecError
 from rlinf_comm.errors import FrameError
 from rlinf_comm.stream import empty
 from rlinf_comm.transports.base import Buffer, BufferSpec
@@ -31,6 +32,7 @@ MAGIC = 0xC317
 HEADER = struct.Struct("<HBBQIIII")
 """Magic, kind, flags, sequence number, and the bytes of skeleton, meta, table and inline buffers."""
 MAX_PART = 1 << 30
+"""Bytes of one of these four. Buffers that do not go inline have no limit."""
 INLINE = 255
 INLINE_ALIGN = 16
 """Buffers inline begin at multiples of this."""
@@ -86,6 +88,17 @@ class Arrived:
     pulled: int = 0
     nbytes: int = 0
     error: BaseException | None = None
+
+
+def check_size(packet: Packet) -> None:
+    """Raises CodecError for a message that the other end would not read."""
+    parts = {"object": len(packet.skeleton), "meta data": len(packet.meta), "list of buffers": _ENTRY.size * len(packet.buffers)}
+    for what, size in parts.items():
+        if size > MAX_PART:
+            raise CodecError(
+                f"a message's {what} takes {size} bytes beside its tensors and arrays; {MAX_PART} is the most that "
+                "one message can have: send it in parts"
+            )
 
 
 def padded(size: int) -> int:

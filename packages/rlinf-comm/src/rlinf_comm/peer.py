@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rlinf_comm import frames
 from rlinf_comm.connection import PER_MESSAGE, Connection, LeftBehind, Unsendable
 from rlinf_comm.errors import CommTimeout, PeerClosed, PeerLost, RemoteError
 from rlinf_comm.frames import Arrived, Packet
+from rlinf_comm.mailbox import Mailbox
 from rlinf_comm.peerstate import PeerState, PeerStats
 
 __all__ = ["Peer", "PeerStats"]
@@ -21,23 +23,25 @@ class Peer(PeerState):
 
     # Sending
 
-    def send(self, packet: Packet, deadline: float, *, confirm: bool, what: str) -> None:
+    def send(self, packet: Packet, deadline: float, *, confirm: bool, what: str, apart: bool = False) -> None:
         """One message, after those before it. Raises CommTimeout: it will not be delivered (with ``confirm``: unless it
-        was only the answer that did not come)."""
+        was only the answer that did not come). ``apart``: the failure of an earlier one is left to who sent that."""
         begun = time.monotonic()
         if confirm:
             packet.flags |= frames.CONFIRM
         if not self.send_lock.acquire(timeout=max(0.0, deadline - begun)):
             raise self.timed_out(f"earlier messages to {self.name} have not gone", time.monotonic() - begun)
         try:
-            self.raise_failure()
-            seq = self._send(packet, deadline, what, begun)
+            if not apart:
+                self.raise_failure()
+            seq, uid = self._send(packet, deadline, what, begun)
         finally:
             self.send_lock.release()
         if confirm:
-            self.await_answer(frames.ACK, seq, deadline, f"{self.name} has not confirmed {what}")
+            self.await_answer(frames.ACK, seq, uid, deadline, f"{self.name} has not confirmed {what}")
 
-    def _send(self, packet: Packet, deadline: float, what: str, begun: float) -> int:
+    def _send(self, packet: Packet, deadline: float, what: str, begun: float) -> tuple[int, str]:
+        """Its number, and the process that it went to."""
         nbytes = packet.nbytes + PER_MESSAGE
         while True:
             conn = self.connected(deadline)
@@ -66,12 +70,13 @@ class Peer(PeerState):
             except PeerLost as error:
                 self._find_end(conn, error)
         with self.cond:
-            self.sent = seq
+            if conn.uid == self.uid:
+                self.sent = seq
             conn.in_flight += nbytes
         self.used = time.monotonic()
         self.stats.sent += 1
         self.stats.sent_bytes += nbytes - PER_MESSAGE
-        return seq
+        return seq, conn.uid
 
     def _glance(self, conn: Connection) -> None:
         """Now and then, look at what has come."""
@@ -100,10 +105,18 @@ class Peer(PeerState):
             except IndexError:
                 return  # another thread had it
 
-    def await_answer(self, kind: int, number: int, deadline: float, what: str) -> None:
+    def await_answer(self, kind: int, number: int, uid: str, deadline: float, what: str) -> None:
+        """``uid``: of the process that is to answer; one that has come in its place counts anew."""
         key = (kind, number)
+
+        def ready() -> bool:
+            if self.uid != uid:
+                me = self.endpoint.name
+                raise PeerLost(f"{me} has lost {self.name}, which has begun again meanwhile", me=me, peer=self.name)
+            return key in self.answers
+
         try:
-            self.wait(lambda: key in self.answers, deadline, what)
+            self.wait(ready, deadline, what)
             text = self.answers.pop(key)
         finally:
             if kind == frames.ACK:
@@ -124,7 +137,7 @@ class Peer(PeerState):
                 self.flush_numbers += 1
                 number = self.flush_numbers
             conn.control(frames.header(frames.FLUSH, number, upto.to_bytes(8, "little")))
-            self.await_answer(frames.FLUSHED, number, deadline, f"{self.name} has not consumed what it was sent")
+            self.await_answer(frames.FLUSHED, number, conn.uid, deadline, f"{self.name} has not consumed what it was sent")
         except PeerClosed:
             if self.closed_after < upto:
                 raise
@@ -132,9 +145,9 @@ class Peer(PeerState):
 
     # Receiving
 
-    def receive(self, deadline: float, *, collective: bool = False) -> Arrived:
-        """The next message, not decoded yet. ``consumed`` must be called for it."""
-        box = self.collective if collective else self.inbox
+    def receive(self, deadline: float) -> Arrived:
+        """The next message, not decoded yet. ``consumed_one`` must be called for it."""
+        box = self.inbox
         if not box and self.conn is None and not self.stats.connections:
             self.connected(deadline)
 
@@ -144,72 +157,61 @@ class Peer(PeerState):
                 return box.popleft()
             return self.failures.popleft() if self.failures else None
 
-        found = self.wait(ready, deadline, f"nothing has come from {self.name}")
+        found = self.wait(ready, deadline, f"nothing has come from {self.name}", idle=True)
         if isinstance(found, RemoteError):
             raise found
         assert isinstance(found, Arrived)
         self.used = time.monotonic()
         return found
 
-    def receive_keyed(self, key: bytes, kind: bytes, deadline: float) -> Arrived:
-        """The message of a broadcast: ``key`` is a group's mark (8 bytes) and number. What is left of the group's
-        earlier ones, which failed, is thrown away."""
+    def receive_collective(self, take: Callable[[Mailbox], Arrived | None], deadline: float) -> Arrived:
+        """The message of a broadcast that ``take`` takes (it is called with ``cond`` held)."""
         if not self.collective and self.conn is None and not self.stats.connections:
             self.connected(deadline)
-        stale: list[Arrived] = []
 
         def ready() -> Arrived | None:
-            for message in list(self.collective):
-                if message.meta[:16] == key and message.meta[16:] == kind:
-                    self.collective.remove(message)
-                    self.unfinished += 1
-                    return message
-                if message.meta[:8] == key[:8] and _number(message.meta) < _number(key):
-                    self.collective.remove(message)
-                    self.unfinished += 1
-                    stale.append(message)
-            return None
+            message = take(self.collective)
+            self.unfinished += message is not None
+            return message
 
-        try:
-            found = self.wait(ready, deadline, f"nothing of the broadcast has come from {self.name}")
-        finally:
-            for message in stale:
-                self.consumed_one(message)
+        found = self.wait(ready, deadline, f"nothing of the broadcast has come from {self.name}")
         assert found is not None
         return found
 
     def consumed_one(self, message: Arrived, error: str = "") -> None:
         """A message has been decoded, or (``error``) could not be."""
-        controls = []
+        try:
+            self._consumed(message, error)
+        finally:
+            with self.cond:  # only now may the connection be given up
+                self.unfinished -= 1
+
+    def _consumed(self, message: Arrived, error: str) -> None:
         conn = message.connection
+        credit = b""
+        answers: list[bytes] = []
         with self.cond:
-            self.consumed += 1
             self.stats.received += 1
             self.stats.received_bytes += message.nbytes - PER_MESSAGE
-            conn.to_return += message.nbytes
-            if conn.to_return >= conn.return_from and conn is self.conn:
-                controls.append(frames.header(frames.CREDIT, conn.to_return))
-                conn.to_return = 0
+            if message.flags & frames.COLLECTIVE:
+                return  # it was told on arrival
+            credit = self.give_back(conn, message.nbytes)
+            if conn.uid == self.uid:  # else its sender has ended, and who has its name now has sent others
+                self.consumed += 1
+                self.decoded += 1
+                if error and not message.flags & frames.FAILED:
+                    answers.append(frames.header(frames.FAIL, message.seq, error.encode()))
+                elif message.flags & frames.CONFIRM:
+                    answers.append(frames.header(frames.ACK, message.seq))
+                for flush in [f for f in self.flushes if f[0] <= self.decoded]:
+                    self.flushes.remove(flush)
+                    answers.append(frames.header(frames.FLUSHED, flush[1]))
             current = self.conn
-            if error and not message.flags & frames.FAILED:
-                controls.append(frames.header(frames.FAIL, message.seq, error.encode()))
-            elif message.flags & frames.CONFIRM:
-                controls.append(frames.header(frames.ACK, message.seq))
-            if self.flushes:
-                for upto, number in [f for f in self.flushes if f[0] <= self.consumed]:
-                    self.flushes.remove((upto, number))
-                    controls.append(frames.header(frames.FLUSHED, number))
-            if not controls:
-                self.unfinished -= 1
-                return
         if current is not None and not current.leaving:
-            current.control(b"".join(controls))
-        elif self.lost is None and not self.endpoint.closed:
-            answers = [c for c in controls if c[2] != frames.CREDIT]
-            if answers:
-                self.send_lane.submit("answer", lambda: self._answer_later(answers))
-        with self.cond:  # only now may the connection be given up
-            self.unfinished -= 1
+            if credit or answers:
+                current.control(b"".join([credit, *answers]))
+        elif answers:
+            self.answer_later(answers)
 
     # Giving a connection up
 
@@ -220,7 +222,7 @@ class Peer(PeerState):
         try:
             with self.cond:
                 conn = self.conn
-                busy = self.active or self.unfinished or self.inbox or self.collective or self.expected or self.flushes
+                busy = self.active > self.idle or self.unfinished or self.inbox or self.expected or self.flushes
                 if conn is None or conn.leaving or busy:
                     return False
                 conn.leaving = conn.gave_up = True
@@ -254,7 +256,3 @@ class Peer(PeerState):
         self.endpoint.io.finish(conn)
         with self.cond:
             self.cond.wait_for(lambda: self.conn is None, 2.0)
-
-
-def _number(key: bytes) -> int:
-    return int.from_bytes(key[8:16], "little")

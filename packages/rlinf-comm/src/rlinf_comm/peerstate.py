@@ -6,6 +6,7 @@ is put where it belongs, and others that wait are woken.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlinf_comm import frames
+from rlinf_comm import frames, slots
 from rlinf_comm.connection import Connection
-from rlinf_comm.errors import CommTimeout, FrameError, PeerClosed, PeerLost, RemoteError
+from rlinf_comm.errors import CommTimeout, FrameError, PeerClosed, PeerLost, RemoteError, ResourceLimit
 from rlinf_comm.frames import Arrived
+from rlinf_comm.mailbox import Mailbox
 from rlinf_comm.stream import SLICE_S, Ended
 from rlinf_comm.work import Lane
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RETRY_S = 0.05
+log = logging.getLogger("rlinf.comm")
 
 
 @dataclass
@@ -57,7 +60,7 @@ class PeerState:
         self.accepting = False
         """The peer was welcome and has not said that it is ready."""
         self.inbox: deque[Arrived] = deque()
-        self.collective: deque[Arrived] = deque()
+        self.collective = Mailbox()
         """Messages of broadcasts: not for ``recv``."""
         self.failures: deque[RemoteError] = deque()
         """Of messages that nobody waited for."""
@@ -66,16 +69,20 @@ class PeerState:
         self.expected: set[int] = set()
         """Messages whose answer somebody waits for."""
         self.flushes: list[tuple[int, int]] = []
-        """(messages to be consumed first, number) of FLUSH frames that are not answered."""
+        """(messages to be decoded first, number) of FLUSH frames that are not answered."""
         self.closed_after = 0
         """How many messages the peer had consumed when it closed."""
         self.sent = 0
         self.arrived = 0
+        self.decoded = 0
+        """Of those that have arrived; both without broadcasts, which report by themselves."""
         self.consumed = 0
         self.flush_numbers = 0
         self.waiters = 0
         self.active = 0
         """Operations that are going on."""
+        self.idle = 0
+        """How many of them wait for a message, which needs no connection before it comes."""
         self.unfinished = 0
         """Messages that somebody has taken and not consumed yet."""
         self.used = time.monotonic()
@@ -99,18 +106,27 @@ class PeerState:
         return CommTimeout(text, me=me, peer=self.name, what=what, seconds=seconds)
 
     def wait(
-        self, ready: Callable[[], T | None], deadline: float, what: str, *, over: Connection | None = None
+        self,
+        ready: Callable[[], T | None],
+        deadline: float,
+        what: str,
+        *,
+        over: Connection | None = None,
+        idle: bool = False,
     ) -> T | None:
         """What ``ready`` answers (it is called with ``cond`` held) when that is true; reads the stream meanwhile.
 
-        Returns None when the connection ``over`` is given and has ended in good order. Raises CommTimeout, PeerLost.
+        Returns None when the connection ``over`` is given and has ended in good order. ``idle``: the connection may be
+        given up meanwhile. Raises CommTimeout, PeerLost.
         """
         with self.cond:
             self.active += 1
+            self.idle += idle
             try:
                 return self._wait(ready, deadline, what, over)
             finally:
                 self.active -= 1
+                self.idle -= idle
 
     def _wait(self, ready: Callable[[], T | None], deadline: float, what: str, over: Connection | None) -> T | None:
         begun = 0.0
@@ -211,8 +227,11 @@ class PeerState:
 
     def _dispatch(self, conn: Connection, found: tuple[int, int, bytes] | Arrived) -> None:
         if isinstance(found, Arrived):
-            self.arrived += 1
-            (self.collective if found.flags & frames.COLLECTIVE else self.inbox).append(found)
+            if found.flags & frames.COLLECTIVE:
+                self._file(conn, found)
+            else:
+                self.arrived += 1
+                self.inbox.append(found)
             return
         kind, number, text = found
         if kind == frames.CREDIT:
@@ -222,15 +241,14 @@ class PeerState:
         elif kind == frames.FAIL:
             self._failed_there(number, text.decode(errors="replace"))
         elif kind == frames.FLUSH:
-            upto = int.from_bytes(text, "little")
-            if self.consumed >= upto:
+            if self.decoded >= self.arrived:  # all that was sent before it has arrived before it
                 answer = frames.header(frames.FLUSHED, number)
                 if not conn.leaving:
                     conn.control(answer)
-                elif not self.endpoint.closed:
-                    self.send_lane.submit("answer", lambda: self._answer_later([answer]))
+                else:
+                    self.answer_later([answer])
             else:
-                self.flushes.append((upto, number))
+                self.flushes.append((self.arrived, number))
         elif kind == frames.RELEASE:
             conn.released(text)
         elif kind == frames.LEAVE:
@@ -241,15 +259,47 @@ class PeerState:
             self.closed_after = number
             self.endpoint.io.attend(conn)
 
+    def _file(self, conn: Connection, message: Arrived) -> None:
+        """A broadcast's message counts as consumed at once: nobody may come for it, and no other has to wait for that."""
+        self.consumed += 1
+        try:
+            self.collective.add(message, time.monotonic())
+        except FrameError as error:
+            log.warning("%s: a message of %s was thrown away: %s", self.endpoint.name, self.name, error)
+        credit = self.give_back(conn, message.nbytes)
+        if credit and not conn.leaving:
+            conn.control(credit)
+
+    def give_back(self, conn: Connection, nbytes: int) -> bytes:
+        """With ``cond``: the sender may send so many more bytes. What to tell it, if that is worth a frame."""
+        conn.to_return += nbytes
+        if conn.to_return < conn.return_from or conn is not self.conn:
+            return b""
+        credit = frames.header(frames.CREDIT, conn.to_return)
+        conn.to_return = 0
+        return credit
+
     def _failed_there(self, seq: int, text: str) -> None:
         if seq in self.expected:
             self.answers[frames.ACK, seq] = text or "it failed"
         else:
             self.failures.append(self.remote_error(text))
 
-    def _answer_later(self, answers: list[bytes]) -> None:
-        """The connection that a message came on is gone: its answer needs another."""
-        self.connected(time.monotonic() + self.endpoint.timeout).control(b"".join(answers))
+    def answer_later(self, answers: list[bytes]) -> None:
+        """The connection that a message came on is gone: its answer needs another, to the same process."""
+        if self.lost is not None or self.endpoint.closed:
+            return
+        uid = self.uid
+
+        def answer() -> None:
+            conn = self.connected(time.monotonic() + self.endpoint.timeout)
+            if conn.uid == uid:
+                conn.control(b"".join(answers))
+
+        try:
+            self.send_lane.submit("answer", answer)
+        except ResourceLimit as error:
+            log.warning("%s cannot answer %s: %s", self.endpoint.name, self.name, error)
 
     def remote_error(self, text: str) -> RemoteError:
         me = self.endpoint.name
@@ -333,9 +383,12 @@ class PeerState:
 
     def reborn(self, uid: str) -> None:
         """With ``cond``: who comes under this name is another process than before."""
+        if self.place is not None and self.place.node == self.endpoint.place.node:
+            slots.mapped.forget(self.place.pid)
         self.uid = uid
         self.lost = None
-        self.sent = self.arrived = self.consumed = self.closed_after = 0
+        self.sent = self.arrived = self.decoded = self.consumed = self.closed_after = 0
+        self.collective.clear()
         self.answers.clear()
         self.expected.clear()
         self.failures.clear()

@@ -86,7 +86,9 @@ class Out(Generic[T]):
         """Hand an item on; ``weight`` is what ``get_batch`` counts, and what a channel dealt by weight goes by.
 
         Waits for credit (items and bytes) once several puts of this writer have no answer; one that is refused raises
-        at a later put or at the end. With ``timeout`` it waits for its own answer.
+        at a later put or at the end. With ``timeout`` it waits for its own answer. Items put within a millisecond of
+        each other travel together: the last of them is on its way a millisecond later, or once the task waits for
+        anything (a call that keeps the interpreter to itself all the while delays it).
         """
         raise _bare("Out")
 
