@@ -73,17 +73,19 @@ FIGURES = [
     figure("ray", "peer", "4 B", 100),
     figure("SimpleQueue", "reference", "4 B", 2000),
     figure("Queue", "reference", "4 B", 500),
-    figure("ring", "limit", "4 B", 10_000),
+    figure("bare ring (limit)", "limit", "4 B", 10_000),
     figure("memcpy", "limit", "4 B", 100_000),
+    figure("rlinf_comm.Communicator", "ours", "64 KiB", 300),
+    figure("gloo", "peer", "64 KiB", 600),
 ]
 
 
 def test_the_page_begins_with_what_the_numbers_say() -> None:
     lines = conclusion(FIGURES).split("\n- ")
     assert len(lines) == 3
-    assert "a Communicator moves 4 times as many items at 4 B (gloo)." in lines[0]
-    assert "it moves 0.5 times as many items at 4 B (SimpleQueue)." in lines[1] and "no deadlines" in lines[1]
-    assert "0.1 times as many items at 4 B (ring)" in lines[2] and "moves 0.5 to 0.5 times what" in lines[2]
+    assert "a Communicator is faster at 4 B (4 times the rate of gloo); slower at 64 KiB (0.5 times the" in lines[0]
+    assert "it is slower at 4 B (0.5 times the rate of SimpleQueue). They" in lines[1] and "no deadlines" in lines[1]
+    assert "it reaches 10% at 4 B;" in lines[2] and "moves 0.5 to 0.5 times what" in lines[2]
     text = page(FIGURES, FACTS, "chart.png")
     assert text.index(lines[0]) < text.index("`c` at commit d")
     assert "### 4 B: a numpy array of 4 bytes" in text and "| gloo | 250 | 250 |" in text

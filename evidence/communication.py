@@ -73,10 +73,10 @@ def main() -> None:
     }
     whole = len(kinds) == len(CONTENDERS) and len(cases) == len(CASES)
     folder = ROOT / "docs" / "benchmarks" if whole else args.out  # a part of the table does not replace all of it
+    (args.out / "data.json").write_text(json.dumps(rows(figures), indent=1) + "\n")
     draw(figures, folder / "communication.png")
     text = page(figures, facts, "communication.png")
     (folder / "communication.md").write_text(text)
-    (args.out / "data.json").write_text(json.dumps(rows(figures), indent=1) + "\n")
     (args.out / "README.md").write_text(
         "# Communication\n\nThe tables and the chart are in [docs/benchmarks](../../benchmarks/communication.md); "
         "`data.json` has every round.\n"

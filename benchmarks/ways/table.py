@@ -12,6 +12,9 @@ from ways.run import Figures, median_rate, percentile
 
 OURS = "rlinf_comm.Communicator"
 CHANNEL = "rlinf channel"
+RING = "bare ring (limit)"
+ALIKE = 1.1
+"""Rates that differ by no more are called alike."""
 
 
 def contenders(figures: Sequence[Figures]) -> list[str]:
@@ -93,7 +96,7 @@ NOTES = """\
 
 LACKING = """\
 are handed to processes when these start, on one machine; send arrays pickled through a pipe; do not notice a peer that
-  died; and have no keys, no end of stream, no limit by bytes and no account of what moved (`SimpleQueue` no deadlines)"""
+  died; and have no keys, end of stream, limit by bytes or account of what moved (`SimpleQueue` no deadlines either)"""
 
 
 def middle_ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -> float | None:
@@ -104,28 +107,31 @@ def middle_ratio(figures: Sequence[Figures], mine: str, other: str, case: str) -
 
 
 def conclusion(figures: Sequence[Figures]) -> str:
-    """Three lines: ours beside the fastest peer, beside multiprocessing's queues, and beside the limits."""
-    peer, reference = _beside(figures, "peer"), _beside(figures, "reference")
-    limit = _beside(figures, "limit", slowest=True)
+    """Three lines: ours beside the fastest peer, beside multiprocessing's queues, and beside the limit."""
     return f"""\
-- **Beside Ray and gloo** (the fastest of them at each size) a Communicator moves {peer}.
-- **Beside `multiprocessing`'s queues** (the faster one) it moves {reference}. They {LACKING}.
-- **Beside the limits** (bare ring or `memcpy`, the slower one) it moves {limit}; core's channel, which adds order over
+- **Beside Ray and gloo** (at each size the fastest of them) a Communicator is {_beside(figures, "peer")}.
+- **Beside `multiprocessing`'s queues** (the faster one) it is {_beside(figures, "reference")}. They {LACKING}.
+- **Of the bare ring's rate**, which is a limit, it reaches {_reached(figures)}; core's channel, which adds order over
   many writers and readers, keys, credit and the account, moves {_channel(figures)} what the Communicator does."""
 
 
-def _beside(figures: Sequence[Figures], kind: str, *, slowest: bool = False) -> str:
-    """Ours over the best (or the slowest) contender of a kind, size by size."""
+def _beside(figures: Sequence[Figures], kind: str) -> str:
+    """Where ours is faster than the best contender of a kind, and where slower, with the ratios."""
     names = {figure.contender for figure in figures if figure.kind == kind}
-    parts = []
+    verdicts: dict[str, list[str]] = {}
     for case in CASES:
-        measured = [name for name in names if cells(figures, name, case)]
-        if measured and cells(figures, OURS, case):
-            rates = {name: median_rate(figures, name, case) for name in measured}
-            best = (min if slowest else max)(rates, key=lambda name: rates[name])
-            value = middle_ratio(figures, OURS, best, case)
-            parts.append("-" if value is None else f"{value:.2g} times as many items at {case} ({best})")
-    return ", ".join(part.replace(" as many items", "") if i else part for i, part in enumerate(parts)) or "-"
+        rates = {name: median_rate(figures, name, case) for name in names if cells(figures, name, case)}
+        best = max(rates, key=lambda name: rates[name], default="")
+        value = middle_ratio(figures, OURS, best, case)
+        if value is not None:
+            verdict = "faster" if value > ALIKE else "slower" if value < 1 / ALIKE else "about as fast"
+            verdicts.setdefault(verdict, []).append(f"{case} ({value:.2g} times the rate of {best})")
+    return "; ".join(f"{verdict} at {', '.join(found)}" for verdict, found in verdicts.items()) or "not measured"
+
+
+def _reached(figures: Sequence[Figures]) -> str:
+    parts = ((case, middle_ratio(figures, OURS, RING, case)) for case in CASES)
+    return ", ".join(f"{value:.0%} at {case}" for case, value in parts if value is not None) or "(not measured)"
 
 
 def _channel(figures: Sequence[Figures]) -> str:

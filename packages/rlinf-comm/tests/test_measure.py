@@ -65,7 +65,7 @@ def test_a_file_that_does_not_fit_is_not_used_and_says_why(tmp_path: Path, chang
     assert re.search(why, reason)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "not json", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "not json", '{"format": 1}', "[" * 100_000])
 def test_a_damaged_file_is_not_used(tmp_path: Path, text: str) -> None:
     (tmp_path / "comm.json").write_text(text)
     table, reason = thresholds.load(tmp_path / "comm.json")

@@ -213,6 +213,11 @@ def test_sides_that_do_not_fit_are_named(make: Callable[[], TransferPlan], messa
         make()
 
 
+def test_any_name_is_a_name() -> None:
+    unnamed = {"": Spec((4,))}
+    assert plan(replicated(unnamed, 1), replicated(unnamed, 1)).buckets
+
+
 def test_a_parameter_may_be_left_out_by_name() -> None:
     source, target = fsdp({**W, "value_head": Spec((1, 4))}, 2), fsdp(W, 3)
     carried_out(plan(source, target, without=["value_head"]), source, target, number(source))

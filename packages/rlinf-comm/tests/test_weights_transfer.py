@@ -600,6 +600,12 @@ def test_copies_are_exact_whatever_lies_where(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+def test_a_checksum_does_not_mind_the_stride_of_a_single_element() -> None:
+    piece = torch.arange(6.0).reshape(3, 2)[:1, 1:].t()
+    assert piece.stride() != (1, 1)
+    assert checksum("crc32", [piece]) == checksum("crc32", [torch.tensor([1.0])])
+
+
 @pytest.mark.parametrize("kind", ["crc32", "xxh3"])
 def test_checksums_depend_on_every_byte_and_its_place(kind: str) -> None:
     if kind == "xxh3":

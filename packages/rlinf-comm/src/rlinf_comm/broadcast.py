@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlinf_comm import frames
-from rlinf_comm.connection import large
 from rlinf_comm.codec import CodecError
+from rlinf_comm.connection import large
 from rlinf_comm.errors import CommError, CommTimeout, RemoteError
 from rlinf_comm.frames import Arrived, Packet
 from rlinf_comm.mailbox import DATA, REPORT, VERDICT, Key, Mark

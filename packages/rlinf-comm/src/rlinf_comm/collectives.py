@@ -21,6 +21,7 @@ from rlinf_comm.codec import CodecError, decode, encode
 from rlinf_comm.errors import CommClosed, CommError, CommTimeout, PeerLost, RemoteError
 from rlinf_comm.transports.gloo import LOCALHOST, flat_tensor, gloo_group
 from rlinf_comm.transports.groups import essence, store_over
+from rlinf_comm.work import seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ class Collectives:
         self.rank = self.members.index(me)
         self._directory = directory
         self._host = host
-        self._timeout = timeout
+        self._timeout = seconds_of(timeout, f"group {name!r}: timeout")
         self._group: Any = None
         self._count = 0
         self._over = ""
@@ -107,7 +108,7 @@ class Collectives:
         """Count it, note in the directory that this member is here, and give errors names."""
         if self._over:
             raise CommClosed(f"group {self.name!r} is over at {self.me}: {self._over}", me=self.me)
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self._timeout if timeout is None else seconds_of(timeout)
         deadline = time.monotonic() + seconds
         self._count += 1
         self._directory.publish(self._mark(self.rank), self._count.to_bytes(8, "little"))

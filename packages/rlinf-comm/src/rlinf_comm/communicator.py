@@ -26,6 +26,7 @@ from rlinf_comm.errors import CommError
 from rlinf_comm.frames import Arrived, Packet
 from rlinf_comm.thresholds import thresholds as measured_thresholds
 from rlinf_comm.transports import wrong_names
+from rlinf_comm.work import seconds_of
 from rlinf_core.errors import describe
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Communicator:
 
     Args:
         name: of this end; unique in the run.
-        secret: of the run. Who does not prove that it knows it is refused before anything of it is read.
+        secret: of the run, bytes. Who does not prove that it knows it is refused before anything of it is read.
         directory: where this end is published and the others are found.
         host: the address to listen at, which the other nodes reach.
         timeout: seconds that an operation takes at most where it does not say otherwise.
@@ -67,7 +68,7 @@ class Communicator:
         devices: UUIDs of this process's accelerators, by local index (None: those that it sees).
         shm_limit_bytes: most shared memory that this end takes (None: a quarter of what the process may use).
         thresholds: sizes from which one way is faster than another (None: measured on this machine, or built in).
-        capabilities: the transports to use (None: all that work here).
+        capabilities: names of the transports to use (None: all that work here). One that is not installed is refused.
 
     All methods may be called from several threads. After ``fork`` the child has to make its own.
     """
@@ -94,7 +95,8 @@ class Communicator:
             raise CommError(f"{name}: the secret must be bytes, not {type(secret).__name__} (a text: .encode())")
         if capabilities is not None and (wrong := wrong_names(capabilities)):
             raise CommError(f"{name}: capabilities: {wrong}", me=name)
-        if timeout <= 0 or window_bytes <= 0 or max_connections <= 0:
+        timeout = seconds_of(timeout, f"{name}: timeout")
+        if timeout == 0 or window_bytes <= 0 or max_connections <= 0:
             raise CommError(f"{name}: timeout, window_bytes and max_connections must be more than 0")
         self.name = name
         self.timeout = timeout
@@ -158,7 +160,10 @@ class Communicator:
 
     def _begin(self, name: str, timeout: float | None) -> tuple[Peer, float]:
         self._endpoint.check()
-        return self._endpoint.peer(name), time.monotonic() + (self.timeout if timeout is None else timeout)
+        return self._endpoint.peer(name), time.monotonic() + self._seconds(timeout)
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else seconds_of(timeout)
 
     def _pack(self, obj: object, meta: object) -> tuple[Packet, Exception | None]:
         """The packet, or one that tells the receiver what went wrong, and the error."""
@@ -252,7 +257,7 @@ class Communicator:
         of a failure may take a second more than ``timeout`` for each level of the tree.
         """
         self._endpoint.check()
-        seconds = self.timeout if timeout is None else timeout
+        seconds = self._seconds(timeout)
         found = broadcast.run(
             self._endpoint, source, members, seconds, lambda: self._pack(obj, None), self._unpack_broadcast
         )

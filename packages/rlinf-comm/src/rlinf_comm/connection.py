@@ -126,7 +126,7 @@ class Connection:
         self._full_logged = False
         endpoint = peer.endpoint
         if theirs_place.node == mine.place.node:
-            endpoint.shared["pids"].add(theirs_place.pid)
+            endpoint.shared.setdefault("pids", set()).add(theirs_place.pid)
         self._link = Link(
             mine.place,
             self.place,
@@ -361,6 +361,11 @@ class Connection:
         self.peer.read_available(self)
 
     # Reading, by the holder of the token
+
+    @property
+    def receiving(self) -> bool:
+        """A part of something has come, and the rest has not."""
+        return self._frame is not None or self.stream.buffered > 0
 
     def read_frame(self, deadline: float | None) -> tuple[int, int, bytes] | Arrived | None:
         """The next frame: (kind, number, text), or a message, or None for one that its sender gave up. After

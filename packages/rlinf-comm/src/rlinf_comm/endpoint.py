@@ -31,6 +31,8 @@ LINGER_S = 5.0
 """``close`` waits up to this long for peers to take what they were sent."""
 STALE_S = 1.0
 """An address where nobody answers may be that of an earlier process of this name: so long a newer one is waited for."""
+NAMED = 8
+"""Peers that are named in an error at most."""
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _NOBODY = (errno.ECONNREFUSED, errno.ENOENT, errno.ECONNRESET)
 
@@ -111,6 +113,7 @@ class Endpoint(forks.Forked):
         except BaseException as error:
             if hasattr(self, "io"):
                 self.close()
+            self.arena.close()
             for listener in listeners:
                 listener.close()
             if isinstance(error, OSError):
@@ -188,9 +191,14 @@ class Endpoint(forks.Forked):
         with peer.cond:
             if peer.conn is not None:
                 return False
+        begun = time.monotonic()
         if not self._make_room(deadline):
+            holders = [p.name for p in self.peers() if p.conn is not None]
+            more = ", …" if len(holders) > NAMED else ""
             raise peer.timed_out(
-                f"all {self.max_connections} connections of {self.name} (max_connections) are in use", self.timeout
+                f"all {self.max_connections} connections of {self.name} (max_connections) are in use, "
+                f"by {', '.join(holders[:NAMED]) or 'peers that are just connecting'}{more}",
+                time.monotonic() - begun,
             )
         hello = Hello(
             self.name, peer.name, self.uid, os.urandom(8).hex(), self.place, self.window_bytes, self._probe(None)
@@ -365,8 +373,8 @@ class Endpoint(forks.Forked):
 
     def _opens(self, theirs: Hello) -> bool:
         """Whether this end can open the memory of the other."""
-        if not theirs.probe:
-            return theirs.place.pid == self.place.pid and theirs.place.node == self.place.node
+        if not theirs.probe:  # it has none of its own just now, or no use for it
+            return theirs.place.node == self.place.node and _may_open(theirs.place.pid)
         try:
             return bytes(slots.open_slot(theirs.probe)[0]) == b"rlinf"
         except (slots.SlotGone, OSError):
@@ -466,22 +474,34 @@ class Endpoint(forks.Forked):
         if self.forked:
             return
         peers = self.peers()
-        for peer in peers:
-            peer.say_bye()
-        deadline = time.monotonic() + min(LINGER_S, self.timeout)
-        for peer in peers:
-            peer.await_end(deadline)
-            peer.send_lane.join(1.0)
-            peer.recv_lane.join(1.0)
-        self.io.stop(5.0)
-        for peer in peers:  # what nobody received must not wait for the garbage collector to give its memory back
-            peer.inbox.clear()
-            peer.collective.clear()
-        self._probe_slot = None
-        self.arena.close()
-        # A message that was being read as its connection ended may have mapped it again.
-        for pid in self.shared["pids"]:
-            slots.mapped.forget(pid)
+        try:
+            for peer in peers:
+                peer.say_bye()
+            deadline = time.monotonic() + min(LINGER_S, self.timeout)
+            for peer in peers:
+                peer.await_end(deadline)
+                peer.send_lane.join(1.0)
+                peer.recv_lane.join(1.0)
+        finally:
+            self.io.stop(5.0)
+            for peer in peers:  # what nobody received must not wait for the garbage collector to give its memory back
+                peer.inbox.clear()
+                peer.collective.clear()
+            self._probe_slot = None
+            self.arena.close()
+            # A message that was being read as its connection ended may have mapped it again; and weights may have been
+            # looked at by way of a reference that came in a message.
+            for pid in self.shared["pids"]:
+                slots.mapped.forget(pid)
+
+
+def _may_open(pid: int) -> bool:
+    """Whether the descriptors of a process can be opened here, as those of its shared memory would be."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return pid == os.getpid()
+    return True
 
 
 def key_of(name: str) -> str:

@@ -92,7 +92,11 @@ class Arrived:
 
 def check_size(packet: Packet) -> None:
     """Raises CodecError for a message that the other end would not read."""
-    parts = {"object": len(packet.skeleton), "meta data": len(packet.meta), "list of buffers": _ENTRY.size * len(packet.buffers)}
+    parts = {
+        "object": len(packet.skeleton),
+        "meta data": len(packet.meta),
+        "list of buffers": _ENTRY.size * len(packet.buffers),
+    }
     for what, size in parts.items():
         if size > MAX_PART:
             raise CodecError(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from rlinf_comm import forks, handshake
 from rlinf_comm.errors import AuthenticationFailed
 from rlinf_comm.handshake import Acceptor
+from rlinf_comm.work import no_thread
 
 if TYPE_CHECKING:
     from rlinf_comm.connection import Connection
@@ -70,10 +71,17 @@ class IoThread:
         self._thread = threading.Thread(target=self._run, name=f"rlinf-comm-{endpoint.name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises ResourceLimit."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise no_thread("the thread of a communicator's connections cannot start") from error
 
     def stop(self, timeout: float) -> None:
         self._stop = True
+        if self._thread.ident is None:  # it could not be started
+            self._close()
+            return
         self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)

@@ -97,6 +97,11 @@ class Mailbox:
                 return entry.message
         return None
 
+    def begin_again(self) -> None:
+        """The peer is another process now: what its predecessor began goes no further. How something went may still be
+        asked for."""
+        self._entries = [e for e in self._entries if e.mark.kind != DATA]
+
     def clear(self) -> None:
         self._entries.clear()
 

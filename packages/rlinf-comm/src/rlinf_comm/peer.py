@@ -137,7 +137,9 @@ class Peer(PeerState):
                 self.flush_numbers += 1
                 number = self.flush_numbers
             conn.control(frames.header(frames.FLUSH, number, upto.to_bytes(8, "little")))
-            self.await_answer(frames.FLUSHED, number, conn.uid, deadline, f"{self.name} has not consumed what it was sent")
+            self.await_answer(
+                frames.FLUSHED, number, conn.uid, deadline, f"{self.name} has not consumed what it was sent"
+            )
         except PeerClosed:
             if self.closed_after < upto:
                 raise
@@ -166,7 +168,9 @@ class Peer(PeerState):
 
     def receive_collective(self, take: Callable[[Mailbox], Arrived | None], deadline: float) -> Arrived:
         """The message of a broadcast that ``take`` takes (it is called with ``cond`` held)."""
-        if not self.collective and self.conn is None and not self.stats.connections:
+        if self.collective:
+            self._catch_up()  # with what is there already there may be the news that it is of no use any more
+        elif self.conn is None and not self.stats.connections:
             self.connected(deadline)
 
         def ready() -> Arrived | None:
@@ -177,6 +181,18 @@ class Peer(PeerState):
         found = self.wait(ready, deadline, f"nothing of the broadcast has come from {self.name}")
         assert found is not None
         return found
+
+    def _catch_up(self) -> None:
+        """Take in what lies in the socket; who reads it just now is waited for shortly."""
+        conn = self.conn
+        if conn is None:
+            return
+        with self.cond:
+            self.waiters += 1
+            self.cond.wait_for(lambda: not conn.reading, GLANCE_S)
+            self.waiters -= 1
+        if self.take_token(conn):
+            self.read_available(conn)
 
     def consumed_one(self, message: Arrived, error: str = "") -> None:
         """A message has been decoded, or (``error``) could not be."""
@@ -223,7 +239,7 @@ class Peer(PeerState):
             with self.cond:
                 conn = self.conn
                 busy = self.active > self.idle or self.unfinished or self.inbox or self.expected or self.flushes
-                if conn is None or conn.leaving or busy:
+                if conn is None or conn.leaving or busy or conn.receiving:
                     return False
                 conn.leaving = conn.gave_up = True
             conn.say_goodbye(frames.LEAVE)

@@ -260,7 +260,7 @@ class PeerState:
             self.endpoint.io.attend(conn)
 
     def _file(self, conn: Connection, message: Arrived) -> None:
-        """A broadcast's message counts as consumed at once: nobody may come for it, and no other has to wait for that."""
+        """A broadcast's message counts as consumed at once: nobody may come for it, and no other waits for that."""
         self.consumed += 1
         try:
             self.collective.add(message, time.monotonic())
@@ -388,7 +388,7 @@ class PeerState:
         self.uid = uid
         self.lost = None
         self.sent = self.arrived = self.decoded = self.consumed = self.closed_after = 0
-        self.collective.clear()
+        self.collective.begin_again()
         self.answers.clear()
         self.expected.clear()
         self.failures.clear()

@@ -74,7 +74,7 @@ def load(path: Path | None = None) -> tuple[Thresholds, str]:
         if type(shm_from) is not int or type(gloo_from) not in (int, type(None)):
             raise ValueError("sizes must be whole numbers of bytes")
         return Thresholds(shm_from, gloo_from, f"measured {found['when']}"), ""
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Thresholds(), f"{path} is damaged: {type(error).__name__}: {error}"
 
 

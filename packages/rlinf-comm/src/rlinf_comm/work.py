@@ -9,10 +9,20 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
-from rlinf_comm.errors import CommTimeout
+from rlinf_comm.errors import CommError, CommTimeout, ResourceLimit
 
 IDLE_S = 2.0
 """A lane's thread ends after so long without work."""
+FOREVER_S = threading.TIMEOUT_MAX / 2
+"""The longest wait that there is (146 years): what is added to it on the way must not pass what a lock takes."""
+
+
+def seconds_of(timeout: float, what: str = "timeout") -> float:
+    """``timeout``, or ``FOREVER_S`` when it is longer (infinity). Raises CommError for one below 0 or that is not a
+    number; ``what`` names it."""
+    if not timeout >= 0:
+        raise CommError(f"{what}={timeout!r}: it must be a number of seconds that is not below 0")
+    return min(float(timeout), FOREVER_S)
 
 
 class Work:
@@ -38,6 +48,8 @@ class Work:
 
     def wait(self, timeout: float | None = None) -> Any:
         """Its result, or raises its error; CommTimeout after ``timeout`` seconds (None: it ends at its own)."""
+        if timeout is not None:
+            timeout = seconds_of(timeout)
         with self._lock:
             if not self._lock.wait_for(lambda: self._done, timeout):
                 seconds = timeout or 0.0
@@ -106,6 +118,12 @@ class Work:
             callback()
 
 
+def no_thread(what: str) -> ResourceLimit:
+    """The error for a thread that could not be started."""
+    text = f"{what}: the system gives this process no more threads (ulimit -u, or the container's limit of processes)"
+    return ResourceLimit(text)
+
+
 class Lane:
     """Operations that happen one after the other: in a thread of the lane's own, or directly in the caller's when
     nothing is queued."""
@@ -123,13 +141,20 @@ class Lane:
         return self._pending > 0
 
     def submit(self, what: str, job: Callable[[], Any]) -> Work:
+        """Raises ResourceLimit when the system gives no thread for it; nothing is queued then."""
         work = Work(what)
         with self._lock:
             self._pending += 1
             self._jobs.append((work, job))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()  # it waits for this lock
+                except RuntimeError as error:
+                    self._pending -= 1
+                    self._jobs.pop()
+                    raise no_thread(what) from error
+                self._thread = thread
             self._lock.notify_all()
         return work
 

@@ -101,8 +101,9 @@ def wrong_names(names: Iterable[str]) -> str:
 
     A built-in one that cannot work in this process may be named.
     """
-    known = _usable(os.getpid())
-    for name in sorted(set(names) - set(BUILT_IN)):
+    brought = sorted(set(names) - set(BUILT_IN))
+    known = _usable(os.getpid()) if brought else {}
+    for name in brought:
         if name not in known:
             return f"there is no transport {name!r}{nearest(name, known)}; installed: {', '.join(sorted(known))}"
         if known[name]:
@@ -120,7 +121,7 @@ def _others(pid: int) -> tuple[Other, ...]:
     from rlinf_comm.selection import Other
 
     found = []
-    for name in sorted(usable() - set(BUILT_IN)):
+    for name in sorted(usable() - set(BUILT_IN)) if sources() else ():
         kind = load(name)
         found.append(Other(name, bool(kind.prefer), kind.suits))
     return tuple(found)

@@ -50,4 +50,6 @@ def _xxh3(pieces: Sequence[torch.Tensor]) -> int:
 def _bytes(piece: torch.Tensor) -> Any:
     if not piece.numel():
         return memoryview(b"")
-    return piece.cpu().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape: a tensor of one element may have any stride, and keeps it.
+    flat = torch.as_strided(piece.cpu().contiguous(), (piece.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

@@ -17,7 +17,7 @@ import torch
 
 from rlinf_comm import slots
 from rlinf_comm.arena import Arena, Slot
-from rlinf_comm.errors import CommError
+from rlinf_comm.errors import CommError, PeerLost
 from rlinf_comm.weights.local import Packed
 
 if TYPE_CHECKING:
@@ -108,6 +108,8 @@ class ControlMover(Mover):
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._known: dict[int, Holder] = {}
         self._doubtful: set[Holder] = set()
+        self._mapped: dict[int, int] = {}
+        """Source -> the process whose shared memory is mapped for it."""
 
     def pack(self, packed: Packed, targets: Sequence[int]) -> Payload:
         if packed.device.type != "cpu":
@@ -171,12 +173,25 @@ class ControlMover(Mover):
             arena.drop(holder)
 
     def receive(self, source: int, timeout: float) -> Arrived:
-        header, body = self._control.receive(source, timeout)
+        try:
+            header, body = self._control.receive(source, timeout)
+        except PeerLost:
+            self._forget(source)
+            raise
         if body is None or isinstance(body, torch.Tensor):
             return Arrived(header, packed=body)
         ref, place = body
         (memory,) = slots.open_slot(ref, place)
+        process = slots.REF.unpack_from(ref)[1]
+        if self._mapped.get(source, process) != process:
+            self._forget(source)
+        self._mapped[source] = process
         return Arrived(header, packed=torch.frombuffer(memory, dtype=torch.uint8))
+
+    def _forget(self, source: int) -> None:
+        """The process of ``source`` has ended, or another has its place: what is still looked at keeps its mapping."""
+        if (process := self._mapped.pop(source, None)) is not None:
+            slots.mapped.forget(process)
 
 
 def _ended(process: int) -> bool:

@@ -123,12 +123,12 @@ def _check(source: Layout, target: Layout, without: set[str]) -> dict[str, str]:
             raise MismatchError(f"{name!r} is to be left out, but the target has it")
     needs: dict[str, str] = {}
     for name, spec in target.parameters.items():
-        owner = source.owner(name)
+        owner: str | None = source.owner(name)
         if owner not in source.parameters:
             # The same tied group may go by another of its names there.
             twins = [alias for alias, mine in target.aliases.items() if mine == name]
-            owner = next((source.owner(a) for a in twins if source.owner(a) in source.parameters), "")
-        if not owner:
+            owner = next((source.owner(a) for a in twins if source.owner(a) in source.parameters), None)
+        if owner is None:
             raise MismatchError(f"the source has no parameter {name!r}, which the target needs")
         if source.parameters[owner].shape != spec.shape:
             raise MismatchError(
