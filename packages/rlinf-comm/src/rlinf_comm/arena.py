@@ -326,9 +326,7 @@ class Arena:
                 return None
             self._sweep(len(self._lingering))
             free = self._free.get(size)
-            if not free and not any(
-                self._free.values()
-            ):
+            if not free and not any(self._free.values()):
                 now = time.monotonic()
                 self._full_until = now + max(LOOK_AGAIN_S, 20 * (now - began))
         if free:

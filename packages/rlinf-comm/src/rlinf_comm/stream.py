@@ -174,7 +174,7 @@ class Stream:
         return self._buffer[self._start : self._start + size]
 
     def _spun(self, size: int) -> bool:
-        """In the middle of busy traffic, look again for a moment: to fall asleep and to be woken costs more than that."""
+        """In busy traffic, look again for a moment: to fall asleep and to be woken costs more than that."""
         now = time.perf_counter()
         if now - self._heard > BUSY_S:
             return False
