@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         StepInfo,
         Trainer,
         Trajectory,
-        Transport,
     )
     from rlinf_core.worker import In, Out, Worker, task
 
@@ -51,7 +50,6 @@ _HOME = {
             "StepInfo",
             "Trainer",
             "Trajectory",
-            "Transport",
         ),
         "types",
     ),
@@ -76,7 +74,6 @@ __all__ = [
     "StepInfo",
     "Trainer",
     "Trajectory",
-    "Transport",
     "Worker",
     "compose",
     "join",

@@ -228,16 +228,3 @@ class Env(Protocol):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]: ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class Transport(Protocol):
-    """A way to move frames of buffers between two workers (entry-point group ``rlinf.transports``)."""
-
-    name: str
-
-    def send(self, peer: str, frame: Sequence[memoryview], timeout: float) -> None: ...
-
-    def recv(self, peer: str, timeout: float) -> Sequence[memoryview]: ...
-
-    def close(self) -> None: ...
