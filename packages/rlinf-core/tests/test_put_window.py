@@ -158,8 +158,11 @@ def test_close_waits_for_all_that_was_put(rig: Rig) -> None:
 
 @pytest.mark.parametrize("then", [Writer.close, lambda writer: writer.put("more")])
 def test_a_refused_put_is_raised_at_the_next_chance(rig: Rig, then: Callable[[Writer], Any]) -> None:
+    has_put = threading.Event()
+
     def body(writer: Writer) -> Any:
         puts(3, size=20_000)(writer)
+        has_put.set()
         for pending, *_ in writer._unanswered:
             rig.client.wait(pending, PATIENCE_S)
         with pytest.raises(ChannelError, match=r"channel 'x/0:c': poisoned: as asked") as first:
@@ -171,6 +174,7 @@ def test_a_refused_put_is_raised_at_the_next_chance(rig: Rig, then: Callable[[Wr
 
     rig.start(body)
     rig.until_pending(2)
+    assert has_put.wait(PATIENCE_S)  # the last put itself may else be the one that hears of it
     rig.driver.send(ev.FailStep("x/0", "as asked"))
     assert isinstance(rig.end(), ChannelError), rig.ends
     assert len(rig.store) == 1, "what was refused is let go"
