@@ -180,7 +180,7 @@ def open_slot(ref: bytes, holder: int | None = None, *, private: bool = False) -
     if _generation(array, offset) != generation:
         raise SlotGone(f"process {pid} has used the slot for something else since")
     if holder is None or (private and needed < PRIVATE_FROM):
-        copies = [view.copy().data for view in _cut_array(array, offset, sizes)]
+        copies = [np.array(view).data for view in cut(array.data, offset, sizes)]
         if holder is not None:
             array[offset + holder] = 0
         return copies
@@ -212,14 +212,6 @@ if hasattr(os, "register_at_fork"):
 
 def _generation(array: np.ndarray[Any, Any], offset: int) -> int:
     return int(GENERATION.unpack_from(array.data, offset + HOLDERS)[0])
-
-
-def _cut_array(array: np.ndarray[Any, Any], offset: int, sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    views, at = [], offset + SLOT_HEADER
-    for size in sizes:
-        views.append(array[at : at + size])
-        at += -(-size // ALIGN) * ALIGN
-    return views
 
 
 def _let_go(array: np.ndarray[Any, Any], at: int, forks: int) -> None:

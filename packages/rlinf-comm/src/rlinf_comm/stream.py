@@ -98,15 +98,8 @@ class Stream:
 
     def settle(self) -> None:
         """Write what is owed."""
-        while self._first:
-            part = self._first[0]
-            sent = self._send([part])
-            if sent == len(part):
-                self._first.popleft()
-            elif sent:
-                self._first[0] = part[sent:]
-            else:
-                self.blocked(self.write_deadline)
+        while not self.write_now(b""):
+            self.blocked(self.write_deadline)
 
     def owe(self, head: Sequence[memoryview | bytes], zeros: int, tail: bytes) -> None:
         """``head``, ``zeros`` bytes of nothing and ``tail`` are written before anything else."""
