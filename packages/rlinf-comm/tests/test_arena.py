@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rlinf_comm import arena as module
 from rlinf_comm import slots
 from rlinf_comm.arena import Arena, Slot
-from rlinf_comm.slots import SlotGone, open_slot
+from rlinf_comm.slots import OwnerGone, SlotGone, open_slot
 
 pytestmark = pytest.mark.skipif(bool(slots.unavailable()), reason=slots.unavailable() or "available")
 
@@ -265,7 +265,7 @@ def test_another_process_is_read_and_nothing_stays_after_kill_9() -> None:
     assert bytes(opened[0]) == expected, "what is open here stays readable"
     assert shared_files() == before
     slots.mapped.forget(process.pid)
-    with pytest.raises(SlotGone, match=f"process {process.pid}"):
+    with pytest.raises(OwnerGone, match=f"process {process.pid} has ended"):
         open_slot(ref, 0)
 
 

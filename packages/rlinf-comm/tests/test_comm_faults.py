@@ -338,6 +338,25 @@ def test_shared_memory_that_cannot_be_opened_fails_the_message_and_is_not_leaked
         assert b.recv("a").sum() == MIB
 
 
+def test_a_message_whose_sender_has_ended_since_is_its_peers_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = frozenset({"shm", "tcp"})
+    with make(str(tmp_path), "a", capabilities=only) as a, make(str(tmp_path), "b", capabilities=only) as b:
+        a.send(1, "b")
+        assert b.recv("a") == 1
+
+        def gone(ref: bytes, holder: int | None = None, *, private: bool = False) -> list[memoryview]:
+            raise slots.OwnerGone("process 1 has ended, or has closed its shared memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "open_slot", gone)
+            a.send(np.ones(MIB), "b")
+            with pytest.raises(PeerLost, match="process 1 has ended") as caught:
+                b.recv("a")
+        assert caught.value.elsewhere and caught.value.peer == "a"
+
+
 def test_the_end_of_a_communicator_leaves_nothing(tmp_path: Path) -> None:
     before = what_is_open()
     with make(str(tmp_path), "a") as a, make(str(tmp_path), "b") as b, other("echo", tmp_path, "c", "a") as c:

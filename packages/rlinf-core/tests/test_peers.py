@@ -15,6 +15,7 @@ from driving import drive
 from rlinf_core import In, Out, Worker, task
 from rlinf_core.errors import Cancelled, WaitTimeout
 from rlinf_core.hub.client import HubClient
+from rlinf_core.hub.core import HubCore
 from rlinf_core.hub.messages import DRIVER, Cancel, Hello
 from rlinf_core.hub.server import HubServer
 from rlinf_core.peers import HubDirectory, peer_secret
@@ -37,9 +38,14 @@ class Rig:
     def until_waiting(self, name: str) -> str:
         """The first thing that the member waits for, once it waits."""
         deadline = time.monotonic() + PATIENCE_S
-        while not (waits := self.hub.call(lambda core: list(core.members[name].waits.values()))):
+        while not (waits := self.hub.call(lambda core: self._waits(core, name))):
             assert time.monotonic() < deadline
         return str(waits[0])
+
+    @staticmethod
+    def _waits(core: HubCore, name: str) -> list[str]:
+        member = core.members.get(name)  # its client may have sent its greeting without the hub having read it
+        return list(member.waits.values()) if member else []
 
     def close(self) -> None:
         for client in self.clients.values():

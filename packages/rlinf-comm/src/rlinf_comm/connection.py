@@ -420,10 +420,11 @@ class Connection:
                 for i, buffer, spec in zip(part.places, buffers, part.specs, strict=True):
                     frame.buffers[i] = from_host(buffer, spec) if spec.dtype else buffer
                 return
-        except (CommTimeout, PeerLost, Ended):
+        except (CommTimeout, PeerLost, Ended) as error:
             if transport is not None and transport.on_stream:
                 raise
-            frame.error = CommError(f"{part.name} did not bring its part of a message in time")
+            lost = isinstance(error, PeerLost)
+            frame.error = error if lost else CommError(f"{part.name} did not bring its part of a message in time")
         except Exception as error:  # belongs to this message alone
             frame.error = error
         if part.name == "tcp" or (transport is not None and transport.on_stream):  # its bytes must go from the stream

@@ -48,6 +48,12 @@ class SlotGone(RLinfError):
     used the memory for something else since."""
 
 
+class OwnerGone(SlotGone):
+    """The process that a slot belongs to has ended or has closed its memory."""
+
+    elsewhere = True
+
+
 @cache
 def unavailable() -> str:
     """Why this process cannot share memory in this way; empty when it can."""
@@ -129,8 +135,10 @@ def _memory(pid: int, number: int, size: int, at: int, length: int, flags: int) 
     path = f"/proc/{pid}/fd/{number}"
     try:
         if "memfd:rlinf-arena" not in os.readlink(path):
-            raise SlotGone(f"{path} is no shared memory of ours: process {pid} has closed it")
+            raise OwnerGone(f"{path} is no shared memory of ours: process {pid} has closed it")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise OwnerGone(f"process {pid} has ended, or has closed its shared memory") from error
     except OSError as error:
         raise SlotGone(f"the shared memory of process {pid} cannot be opened: {error.strerror}") from error
     try:

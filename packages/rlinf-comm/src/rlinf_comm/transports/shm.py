@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rlinf_comm import arena, slots
-from rlinf_comm.errors import NoRoom
+from rlinf_comm.errors import NoRoom, PeerLost
 from rlinf_comm.transports.base import Buffer, BufferSpec, Link, Transport
 
 
@@ -38,7 +38,11 @@ class ShmTransport(Transport):
         return ticket_of(slot, 0)
 
     def pull(self, ticket: bytes, specs: Sequence[BufferSpec]) -> list[Buffer]:
-        return list(slots.open_slot(ticket[1:], ticket[0]))
+        try:
+            return list(slots.open_slot(ticket[1:], ticket[0]))
+        except slots.OwnerGone as error:
+            me, peer = self.link.my_name, self.link.peer_name
+            raise PeerLost(f"{me}: a message of {peer} is lost with it: {error}", me=me, peer=peer) from error
 
     def release(self, ticket: bytes) -> None:
         withdraw(ticket)

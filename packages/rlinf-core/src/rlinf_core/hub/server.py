@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rlinf_core.errors import describe
@@ -83,18 +84,22 @@ class HubServer:
         self._loop.call_soon_threadsafe(body)
 
     def call(self, function: Callable[[HubCore], Any]) -> Any:
-        """Run ``function(core)`` on the hub's thread and return its value."""
-        done = threading.Event()
-        result: list[Any] = []
+        """Run ``function(core)`` on the hub's thread and return its value, or raise what it raises."""
+        done: Future[Any] = Future()
 
         def body() -> None:
-            result.append(function(self.core))
-            done.set()
+            try:
+                done.set_result(function(self.core))
+            except BaseException as error:  # the caller's own: it is raised there
+                done.set_exception(error)
 
         self._loop.call_soon_threadsafe(body)
-        if not done.wait(10.0):
-            raise TimeoutError("the hub's thread does not answer")
-        return result[0]
+        try:
+            return done.result(10.0)
+        except TimeoutError as error:
+            if done.done():
+                raise
+            raise TimeoutError("the hub's thread does not answer") from error
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
