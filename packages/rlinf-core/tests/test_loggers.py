@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rlinf_core.errors import MissingExtraError
+from rlinf_core.loggers import axis, read_config, run_name
 from rlinf_core.loggers.jsonl import JsonlLogger, read_metrics
+from rlinf_core.loggers.mlflow import metric_name
+from rlinf_core.registry import Entry, Registry
 
 
 def test_jsonl_lines_hold_numbers_and_name_what_json_cannot(tmp_path: Path) -> None:
@@ -53,3 +59,114 @@ for event in EventFileLoader(str(file)).Load():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     lines = done.stdout.splitlines()
     assert lines == ["[]", "3 train/reward/mean 0.25", "3 train/loss nan", "4 train/reward/mean 0.5"]
+
+
+def test_phases_other_than_training_stand_at_the_training_steps_done() -> None:
+    assert axis(3, {"reward/mean": 1.0}) == 3
+    assert axis(0, {"accuracy": 1.0, "train/steps": 40.0}) == 40
+
+
+def test_the_configuration_is_read_flat(tmp_path: Path) -> None:
+    assert read_config(tmp_path) == {}
+    (tmp_path / "config.yaml").write_text("seed: 3\nmodel: {path: null, tiny: {layers: 2}}\nplacement: {}\nk: [1, 2]\n")
+    assert read_config(tmp_path) == {
+        "seed": 3,
+        "model.path": None,
+        "model.tiny.layers": 2,
+        "placement": {},
+        "k": [1, 2],
+    }
+    assert run_name(Path("/runs/reasoning/grpo_math/2026-01-31_12-00-00")) == "grpo_math/2026-01-31_12-00-00"
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracking_package_that_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda top: None if top == name else real(top))
+    entry = Entry("rlinf.loggers", name, f"rlinf_core.loggers.{name}:{name.capitalize()}Logger", "rlinf-core")
+    with pytest.raises(MissingExtraError, match=rf"logger '{name}' .*needs {name}.*rlinf-core\[{name}\]"):
+        Registry("rlinf.loggers", [entry]).load(name)
+
+
+TRACKED = """
+import sys
+from pathlib import Path
+from rlinf_core.loggers.{module} import {cls} as Logger
+folder = Path("runs/reasoning/grpo/now")
+for start in (0, 2):  # the second is the run that goes on
+    logger = Logger(folder)
+    for step in (start, start + 1):
+        logger.log(step, "train", {{"reward/mean": 0.125 * (step + 1), "loss": float("nan")}})
+    logger.log(0, "evaluate", {{"pass@4": 0.75, "train/steps": 2.0}})
+    try:
+        if start:
+            raise ValueError
+        logger.close()
+    except ValueError:
+        logger.close()
+{then}
+"""
+
+
+def tracked(tmp_path: Path, module: str, cls: str, then: str = "", **environment: str) -> str:
+    """What ``then`` prints after two processes' worth of logging into one run directory."""
+    folder = tmp_path / "runs" / "reasoning" / "grpo" / "now"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 3\nmodel: {path: somewhere}\n")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", TRACKED.format(module=module, cls=cls, then=then)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_wandb_keeps_runs_offline_under_one_id(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    tracked(tmp_path, "wandb", "WandbLogger", WANDB_MODE="offline")
+    folder = tmp_path / "runs" / "reasoning" / "grpo" / "now"
+    identity = (folder / "wandb-id").read_text().strip()
+    files = sorted((folder / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert len(files) == 2
+    kept = b"".join(file.read_bytes() for file in files)
+    for part in (b"grpo/now", b"model.path", b"somewhere", b"train/reward/mean", b"0.125", b"0.5", b"evaluate/pass@4"):
+        assert part in kept, part
+
+
+def test_wandb_that_cannot_log_in_says_what_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    code = "from pathlib import Path; from rlinf_core.loggers.wandb import WandbLogger; WandbLogger(Path('.'))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    environment |= {"HOME": str(tmp_path), "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1
+    assert "RLinfError: loggers: wandb cannot begin a run" in done.stderr and "WANDB_MODE=offline" in done.stderr
+
+
+def test_mlflow_goes_on_with_its_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    then = """
+run = logger._client.get_run(logger._id)
+print(run.info.status, run.info.run_name, sorted(run.data.params.items()))
+print([(m.step, m.value) for m in logger._client.get_metric_history(logger._id, "train/reward/mean")])
+print([(m.step, m.value) for m in logger._client.get_metric_history(logger._id, "evaluate/pass_at_4")])
+"""
+    printed = tracked(tmp_path, "mlflow", "MlflowLogger", then, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/mlflow.db")
+    assert printed.splitlines()[-3:] == [
+        "FAILED grpo/now [('model.path', 'somewhere'), ('seed', '3')]",
+        "[(0, 0.125), (1, 0.25), (2, 0.375), (3, 0.5)]",
+        "[(2, 0.75), (2, 0.75)]",
+    ]
+
+
+def test_mlflow_takes_only_some_characters() -> None:
+    assert metric_name("evaluate/pass@4") == "evaluate/pass_at_4"
+    assert metric_name("model.tiny[ä]+b") == "model.tiny____b"

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 import rlinf_core.rundir as rundir
-from rlinf_core.errors import RLinfError, RunDirectoryError, WaitTimeout
+from rlinf_core.errors import RLinfError, RunDirectoryError
 from rlinf_core.loggers.jsonl import read_metrics
-from rlinf_core.rundir import RunDirectory, explain_save_error, to_json
+from rlinf_core.rundir import RunDirectory, to_json
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
 
@@ -36,7 +36,7 @@ class Item:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    with RunDirectory.create(tmp_path, "toys/count", loggers=["jsonl"], keep_last=2, now=NOW) as made:
+    with RunDirectory.create(tmp_path, "toys/count", loggers=["jsonl"], now=NOW) as made:
         yield made
 
 
@@ -81,19 +81,6 @@ def test_json_takes_numbers_of_arrays() -> None:
 def test_a_metric_that_is_no_number_is_named(run: RunDirectory) -> None:
     with pytest.raises(RLinfError, match="metric 'name' of train step 3 is not a number: 'x'"):
         run.log(3, "train", {"name": "x"})  # type: ignore[dict-item]
-
-
-def test_checkpoints_are_whole_and_the_last_are_kept(run: RunDirectory) -> None:
-    for step in (1, 2, 10):
-        with run.checkpoint(step) as path:
-            (path / "weights").write_text(str(step))
-    assert [step for step, _ in run.checkpoints()] == [2, 10]
-    with pytest.raises(ZeroDivisionError), run.checkpoint(11) as path:
-        (path / "weights").write_text(str(1 // 0))
-    assert [path.name for path in run.checkpoints_dir.iterdir() if path.name != "step-00000002"] == ["step-00000010"]
-    with run.checkpoint(10) as path:
-        (path / "weights").write_text("again")
-    assert (run.checkpoint_path(10) / "weights").read_text() == "again"
 
 
 def test_a_place_below_a_regular_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -175,21 +162,3 @@ def test_closing_does_not_hide_the_first_cause(run: RunDirectory, monkeypatch: p
     monkeypatch.setattr(run._loggers[0], "close", full)
     with pytest.raises(ZeroDivisionError), run:
         _ = 1 // 0
-
-
-def test_native_code_that_meets_a_full_disk_is_explained(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        pytest.raises(RunDirectoryError, match=r"cannot write .*step-00000001.*: No space left on device"),
-        run.checkpoint(1),
-    ):
-        raise RuntimeError("I/O error: No space left on device (os error 28)")
-    assert explain_save_error(run.path / "not" / "yet", RuntimeError("shapes differ")) is None
-    assert explain_save_error(run.path, WaitTimeout("x")) is None
-    monkeypatch.setattr(rundir.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    assert explain_save_error(run.path, RuntimeError("unexpected pos 64 vs 0")) is not None
-
-
-def test_waits_inside_a_checkpoint_stay_what_they_are(run: RunDirectory) -> None:
-    for error in (WaitTimeout("too long"), ConnectionResetError("gone")):
-        with pytest.raises(type(error)), run.checkpoint(1):
-            raise error

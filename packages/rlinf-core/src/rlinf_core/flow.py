@@ -8,6 +8,7 @@ same calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -262,10 +263,22 @@ class Step:
 class Flow:
     """What a program gets. ``seed`` and ``run_dir`` are the run's."""
 
-    def __init__(self, seed: int, run_dir: Path, deals: Mapping[str, Any] | None = None) -> None:
+    resumed_steps: int = 0
+    """Training steps that were done when the checkpoint was made that this run goes on from; 0 in a fresh run."""
+    resumed_path: str = ""
+    """The folder of that checkpoint."""
+
+    def __init__(
+        self,
+        seed: int,
+        run_dir: Path,
+        deals: Mapping[str, Any] | None = None,
+        resumed: tuple[int, str] = (0, ""),
+    ) -> None:
         """``deals``: by channel, how its items are dealt, whatever the program says (``channels.deals``)."""
         self.seed = seed
         self.run_dir = run_dir
+        self.resumed_steps, self.resumed_path = resumed
         self.deals: dict[str, dict[str, str]] = {}
         for channel, deal in (deals or {}).items():
             try:
@@ -293,8 +306,9 @@ class Flow:
         self.groups[name] = spec
         return Group(self, spec)
 
-    def steps(self, count: int, name: str = "train", *, max_staleness: int = 0) -> Iterator[Step]:
-        """Steps 0 … count-1 of a phase. Phases may follow one another or nest between a step's join and its end.
+    def steps(self, count: int, name: str = "train", *, start: int = 0, max_staleness: int = 0) -> Iterator[Step]:
+        """Steps ``start`` … count-1 of a phase. Phases may follow one another or nest between a step's join and its
+        end. A run that goes on gives ``start=flow.resumed_steps``.
 
         With ``max_staleness=k``, ``step.join()`` returns when the step k before is done: at most k+1 steps are open, so
         what a step computes uses weights at most k updates old. Published weights are then installed between samples.
@@ -305,7 +319,17 @@ class Flow:
             raise TraceError(f"flow.steps({count!r}): the number of steps must be a whole number >= 0")
         if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
             raise TraceError(f"flow.steps(max_staleness={max_staleness!r}): a whole number >= 0")
-        return self._steps(count, name, max_staleness)
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise TraceError(f"flow.steps(start={start!r}): a whole number >= 0")
+        return self._steps(count, name, start, max_staleness)
+
+    def checkpoint(self, steps_done: int) -> AbstractContextManager[str]:
+        """``with flow.checkpoint(n) as path:`` a checkpoint after ``n`` training steps: make and join the step in which
+        workers save below ``path`` inside the block. When it ends well the checkpoint is whole and gets its name, and
+        older ones are pruned (``checkpoint.keep_last``, ``checkpoint.keep_best``)."""
+        if isinstance(steps_done, bool) or not isinstance(steps_done, int) or steps_done < 0:
+            raise TraceError(f"flow.checkpoint({steps_done!r}): the number of steps done, a whole number >= 0")
+        return self._checkpoint(steps_done)
 
     def every(self, step: Step, interval: int) -> bool:
         """True every ``interval`` steps (after steps interval-1, 2·interval-1, …; never for 0) and while tracing."""
@@ -315,7 +339,10 @@ class Flow:
         """Show a phase's metrics to the user and keep them in the run's summary under ``name``."""
         raise AssertionError("implemented by the traced and the live flow")
 
-    def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
+    def _steps(self, count: int, name: str, start: int, max_staleness: int) -> Iterator[Step]:
+        raise AssertionError("implemented by the traced and the live flow")
+
+    def _checkpoint(self, steps_done: int) -> AbstractContextManager[str]:
         raise AssertionError("implemented by the traced and the live flow")
 
     def _declare(self, spec: GroupSpec) -> None:
@@ -417,11 +444,20 @@ def _words(entry: Any) -> str:
 class TraceFlow(Flow):
     """Runs the program once, without processes, and keeps what it would do."""
 
-    def __init__(self, seed: int, run_dir: Path, deals: Mapping[str, Any] | None = None) -> None:
-        super().__init__(seed, run_dir, deals)
+    def __init__(
+        self,
+        seed: int,
+        run_dir: Path,
+        deals: Mapping[str, Any] | None = None,
+        resumed: tuple[int, str] = (0, ""),
+    ) -> None:
+        super().__init__(seed, run_dir, deals, resumed)
         self._phases: dict[str, PhaseGraph] = {}
 
-    def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
+    def _checkpoint(self, steps_done: int) -> AbstractContextManager[str]:
+        return nullcontext("")
+
+    def _steps(self, count: int, name: str, start: int, max_staleness: int) -> Iterator[Step]:
         step = TraceStep(self, name, count)
         self._stack.append(step)
         try:
@@ -445,13 +481,20 @@ class TraceFlow(Flow):
 
 
 def trace(
-    program: Callable[[Any, Any], Any], cfg: Any, *, seed: int, run_dir: Path, deals: Mapping[str, Any] | None = None
+    program: Callable[[Any, Any], Any],
+    cfg: Any,
+    *,
+    seed: int,
+    run_dir: Path,
+    deals: Mapping[str, Any] | None = None,
+    resumed: tuple[int, str] = (0, ""),
 ) -> tuple[FlowGraph, dict[str, GroupSpec]]:
     """Run ``program`` in trace mode; returns its validated graph and the declared groups.
 
     ``deals``: how the items of channels are dealt, by channel, whatever the program says (``channels.deals``).
+    ``resumed``: (steps done, path of the checkpoint) when the run goes on from one.
     """
-    flow = TraceFlow(seed, run_dir, deals)
+    flow = TraceFlow(seed, run_dir, deals, resumed)
     program(flow, cfg)
     graph = flow.graph()
     if not graph.phases:

@@ -52,6 +52,7 @@ from rlinf_core.links import SOCKET, LinkLoader
 from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
 from rlinf_core.peers import HubDirectory, Peer, peer_secret
 from rlinf_core.reader import Reader
+from rlinf_core.resume import WORKERS_LOCK, hold
 from rlinf_core.types import ParallelInfo
 from rlinf_core.worker import Worker
 
@@ -521,4 +522,5 @@ class ActorHost:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+        hold(Path(spec.run_dir) / WORKERS_LOCK, shared=True)  # until this process ends; see rlinf_core.resume
         return Host(spec).main()

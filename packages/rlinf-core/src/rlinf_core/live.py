@@ -6,10 +6,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rlinf_core.board import events as ev
+from rlinf_core.checkpoints import State
 from rlinf_core.deals import deal_text
 from rlinf_core.errors import AccountError, ChannelError, TraceError, nearest
 from rlinf_core.flow import (
@@ -24,6 +27,7 @@ from rlinf_core.flow import (
 )
 from rlinf_core.graph import FlowGraph, PhaseGraph
 from rlinf_core.hub.messages import CallResult, ChannelArg
+from rlinf_core.resume import Resumed
 from rlinf_core.runtime import CallState, Runtime
 
 ACCOUNT_TIMEOUT_S = 60.0
@@ -350,6 +354,15 @@ class Listener(Protocol):
     def record(self, name: str, metrics: Mapping[str, float]) -> None: ...
 
 
+Saving = Callable[[int, Callable[[], State]], AbstractContextManager[Path]]
+"""(steps done, what the driver goes on from, asked when all is saved) -> the folder to save into."""
+
+
+def resumed_of(resumed: Resumed | None) -> tuple[int, str]:
+    """What a program is told: (steps done, path of the checkpoint)."""
+    return (resumed.state.steps_done, str(resumed.checkpoint)) if resumed else (0, "")
+
+
 class LiveFlow(Flow):
     """The flow on running workers. ``listener`` is told of finished steps, spans and records."""
 
@@ -365,17 +378,23 @@ class LiveFlow(Flow):
         max_bytes: int,
         listener: Listener,
         deals: Mapping[str, Any] | None = None,
+        saving: Saving | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
-        super().__init__(seed, run_dir, deals)
+        """``saving(steps_done, state)`` makes a checkpoint, ``resumed`` is what the run goes on from."""
+        super().__init__(seed, run_dir, deals, resumed_of(resumed))
         self.runtime = runtime
         self.max_items = max_items
         self.max_bytes = max_bytes
-        self.version = 0
+        # A run that goes on publishes what it has loaded once more, as the version that it had.
+        self.version = max(0, resumed.state.version - 1) if resumed else 0
+        self._saving = saving
         self._graph = graph
         self.cyclic = {name: phase.cyclic() for name, phase in graph.phases.items()}
         self._traced_groups = groups
         self.listener = listener
-        self._next_index: dict[str, int] = {}
+        self._next_index: dict[str, int] = dict(resumed.state.next_index) if resumed else {}
+        """By phase, the index of the step after the last one that has begun."""
         self._left: list[str] = []
         self._open: deque[LiveStep] = deque()
 
@@ -384,17 +403,30 @@ class LiveFlow(Flow):
         if traced is None or traced.worker is not spec.worker or traced.barrier != spec.barrier:
             raise TraceError(f"group {spec.name!r} is declared differently from the traced program")
 
-    def _steps(self, count: int, name: str, max_staleness: int) -> Iterator[Step]:
+    def _checkpoint(self, steps_done: int) -> AbstractContextManager[str]:
+        if self._saving is None:
+            return nullcontext("")
+        return self._saved(steps_done, self._saving)
+
+    @contextmanager
+    def _saved(self, steps_done: int, saving: Saving) -> Iterator[str]:
+        with saving(steps_done, partial(self._state, steps_done)) as path:
+            yield str(path)
+
+    def _state(self, steps_done: int) -> State:
+        return State(steps_done, self.version, dict(self._next_index))
+
+    def _steps(self, count: int, name: str, start: int, max_staleness: int) -> Iterator[Step]:
         traced = self._graph.phases.get(name)
         if traced is None:
             raise TraceError(
                 f"phase {name!r} was not run when the program was traced{nearest(name, self._graph.phases)}; "
                 "what a program does must not depend on results"
             )
-        first = self._next_index.get(name, 0)
-        self._next_index[name] = first + count
+        first = max(0, self._next_index.get(name, 0) - start)
         open_steps: deque[LiveStep] = deque()
-        for index in range(count):
+        for index in range(start, count):
+            self._next_index[name] = first + index + 1
             step = LiveStep(self, name, first + index, first + count, traced, open_steps, max_staleness)
             self.listener.step_begins(step)
             self._stack.append(step)

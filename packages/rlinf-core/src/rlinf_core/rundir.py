@@ -6,6 +6,7 @@
     metrics.jsonl   one line per step and phase       samples.jsonl   prompts, responses, rewards
     events.out.*    TensorBoard (by a logger)         trace.json      spans, for ui.perfetto.dev
     checkpoints/    step-00000010, …                  summary.json    what the run came to
+    logs/           output of every worker            .driver.lock    held while the run goes on
 
 JSON has no NaN or infinity: such values are written as ``null`` and counted (``non_finite`` in the summary).
 Every write that fails raises RunDirectoryError with the path and the cause (no space, no permission).
@@ -94,19 +95,28 @@ def to_json(value: Any) -> tuple[Any, int]:
 class RunDirectory:
     """Creates and writes one run's directory. Not thread-safe; one process (the driver) owns it."""
 
-    def __init__(self, path: Path, *, loggers: Iterable[str] = ("jsonl", "tensorboard"), keep_last: int = 1) -> None:
-        """``path`` must exist (see ``create``). Loggers are plugins of ``rlinf.loggers``, opened here."""
+    def __init__(
+        self, path: Path, *, loggers: Iterable[str] = ("jsonl", "tensorboard"), resumed_steps: int | None = None
+    ) -> None:
+        """``path`` must exist (see ``create``). Loggers are plugins of ``rlinf.loggers``, opened here.
+
+        ``resumed_steps``: the run goes on after that many steps; loggers that have a method ``resumed`` are told.
+        """
         self.path = path
-        self.keep_last = keep_last
         self.non_finite = 0
         self.trace = Trace()
+        self.lock: int | None = None
+        """A descriptor that holds the directory for this process (``resume.lock_run``); closed with it."""
         self._samples: IO[str] | None = None
         self._loggers: list[Logger] = []
         registry = Registry("rlinf.loggers")
         classes = [registry.load(name) for name in loggers]
         with guard(path):
             for logger_class in classes:
-                self._loggers.append(logger_class(path))
+                logger = logger_class(path)
+                self._loggers.append(logger)
+                if resumed_steps is not None and callable(resumed := getattr(logger, "resumed", None)):
+                    resumed(resumed_steps)
 
     @classmethod
     def create(
@@ -115,7 +125,6 @@ class RunDirectory:
         recipe: str,
         *,
         loggers: Iterable[str] = ("jsonl", "tensorboard"),
-        keep_last: int = 1,
         now: datetime | None = None,
     ) -> RunDirectory:
         """Make ``root/recipe/<time>/``; runs that start in the same second get different names.
@@ -140,7 +149,7 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot find a free name for a run directory in {parent}")
         try:
             _probe(path)
-            return cls(path, loggers=loggers, keep_last=keep_last)
+            return cls(path, loggers=loggers)
         except RLinfError:
             shutil.rmtree(path, ignore_errors=True)  # nothing of value is in it yet
             raise
@@ -179,9 +188,9 @@ class RunDirectory:
         self.non_finite += count
         return self.write_text("summary.json", json.dumps({**data, "non_finite": self.non_finite}, indent=2) + "\n")
 
-    def write_trace(self) -> Path:
+    def write_trace(self, name: str = "trace.json") -> Path:
         """``trace.json`` from the spans in ``self.trace``."""
-        return self.write_text("trace.json", self.trace.to_json())
+        return self.write_text(name, self.trace.to_json())
 
     # -- metrics and samples -----------------------------------------------------------------------------------------
 
@@ -208,48 +217,6 @@ class RunDirectory:
             self._samples.flush()
         return len(lines)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / "checkpoints"
-
-    def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies once it is whole."""
-        return self.checkpoints_dir / f"step-{step:08d}"
-
-    def checkpoints(self) -> list[tuple[int, Path]]:
-        """Whole checkpoints, oldest first."""
-        found = self.checkpoints_dir.glob("step-*") if self.checkpoints_dir.is_dir() else ()
-        return sorted((int(path.name.removeprefix("step-")), path) for path in found if path.name[5:].isdigit())
-
-    @contextmanager
-    def checkpoint(self, step: int) -> Iterator[Path]:
-        """A folder to save into; it gets its name when the block ends well, and then older ones are pruned.
-
-        A block that raises leaves no half-written checkpoint and removes none of the older ones.
-        """
-        final = self.checkpoint_path(step)
-        aside = self.checkpoints_dir / f".step-{step:08d}.partial"
-        with guard(aside):
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        try:
-            with guard(aside):
-                yield aside
-                if final.exists():
-                    shutil.rmtree(final)
-                os.replace(aside, final)
-        except BaseException as error:
-            explained = explain_save_error(aside, error)
-            shutil.rmtree(aside, ignore_errors=True)
-            if explained is not None:
-                raise explained from error
-            raise
-        with guard(self.checkpoints_dir, "prune"):
-            for _, old in self.checkpoints()[: -self.keep_last]:
-                shutil.rmtree(old)
-
     # -- end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -263,6 +230,9 @@ class RunDirectory:
                     item.close()
             except RLinfError as error:
                 first = first or error
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
         if first is not None:
             raise first
 

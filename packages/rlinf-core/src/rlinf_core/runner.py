@@ -9,24 +9,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlinf_core.checkpoints import Checkpoints, State, sizes_of
 from rlinf_core.config import Config, load_program
 from rlinf_core.errors import ConfigError, RLinfError, TraceError, describe
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
 from rlinf_core.links import said_at_start
-from rlinf_core.live import LiveFlow, LiveStep
+from rlinf_core.live import LiveFlow, LiveStep, resumed_of
 from rlinf_core.placement import ClusterInfo
 from rlinf_core.plan import SCHEDULED, FlatPlan, Plan, flatten, make_plan
 from rlinf_core.progress import Progress
 from rlinf_core.registry import Registry
 from rlinf_core.replan import Replanner, Replanning
+from rlinf_core.resume import APPENDED, Resumed, find, lock_run, take_over
 from rlinf_core.rundir import RunDirectory
 from rlinf_core.runtime import CallState, Runtime
 
@@ -39,14 +42,22 @@ _HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
 class RunListener:
     """Writes what the flow does into the run directory and onto the progress line."""
 
-    def __init__(self, directory: RunDirectory, progress: Progress, observe: Observer | None = None) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        progress: Progress,
+        observe: Observer | None = None,
+        resumed: State | None = None,
+    ) -> None:
         self._directory = directory
         self._observe = observe
         self._progress = progress
         self._phase = ""
-        self._trained_steps = 0
+        self._trained_steps = resumed.steps_done if resumed else 0
         self.replanning: Replanning | None = None
-        self.summary: dict[str, Any] = {}
+        self.summary: dict[str, Any] = dict(resumed.records) if resumed else {}
+        self.latest: dict[str, float] = dict(resumed.latest) if resumed else {}
+        """The last value of each metric."""
 
     def step_begins(self, step: LiveStep) -> None:
         if step.phase != self._phase:
@@ -58,6 +69,7 @@ class RunListener:
             self._trained_steps += 1
         else:
             step.metrics["train/steps"] = float(self._trained_steps)
+        self.latest.update(step.metrics)
         self._directory.log(step.index, step.phase, step.metrics)
         self._progress.step(step.index + 1, step.metrics)
         reasons: dict[str, int] = {}
@@ -83,6 +95,7 @@ class RunListener:
                 f"flow.record({name!r}, …) takes numbers by name, such as a step's metrics, not {metrics!r}"
             )
         self.summary[name] = dict(metrics)
+        self.latest.update((key, float(value)) for key, value in metrics.items())
         shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(_HIDDEN))
         self._progress.note(f"{name}: {shown}")
 
@@ -101,11 +114,14 @@ class RunListener:
                 self._progress.note(f"[{message.member}] {line}")
 
 
-def prepare(cfg: Config, run_dir: Path) -> tuple[Callable[[Any, Any], Any], FlowGraph, dict[str, GroupSpec]]:
+def prepare(
+    cfg: Config, run_dir: Path, resumed: Resumed | None = None
+) -> tuple[Callable[[Any, Any], Any], FlowGraph, dict[str, GroupSpec]]:
     """The program, its traced graph and its groups."""
     program = load_program(cfg.program)
     deals = cfg.channels.deals.to_dict()
-    graph, groups = trace(partial(_call_program, program), cfg, seed=cfg.seed, run_dir=run_dir, deals=deals)
+    call = partial(_call_program, program)
+    graph, groups = trace(call, cfg, seed=cfg.seed, run_dir=run_dir, deals=deals, resumed=resumed_of(resumed))
     return program, graph, groups
 
 
@@ -169,20 +185,25 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
     if quiet:
         logging.getLogger("rlinf").addHandler(silence)
     try:
+        choice = find(cfg.resume, Path(cfg.run_dir).expanduser() / recipe, cfg.to_dict(), cfg.num_steps)
+        resumed = choice.resumed
+        if choice.finished is not None:
+            Progress(io.StringIO() if quiet else sys.stderr).note(choice.notes[-1])
+            return 0
         replanner: Replanner | None = None
         if cfg.plan in SCHEDULED:
             cfg, replanner = _planned(cfg, recipe)
         _check_plugins(cfg)
-        program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe)
+        program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe, resumed)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
             plan_for(cfg, graph, local_info(cfg.cluster))  # faults of the plan show before Ray is started
         link = said_at_start(cfg.channels.link, cfg.channels.link_bytes)
-        directory = RunDirectory.create(
-            cfg.run_dir, recipe, loggers=list(cfg.loggers), keep_last=cfg.checkpoint.keep_last
-        )
+        directory = _directory(cfg, recipe, resumed)
         with directory:
             progress = Progress(io.StringIO() if quiet else sys.stderr)
-            listener = RunListener(directory, progress, observe)
+            listener = RunListener(directory, progress, observe, resumed.state if resumed else None)
+            for note in choice.notes:
+                progress.note(note)
             directory.write_config(cfg.to_dict())
             progress.note(f"run directory: {directory.path}")
             if not cfg.cluster.debug:
@@ -219,7 +240,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
                         partial(_adopt, runtime, directory, listener),
                         progress.note,
                     )
-                _drive(cfg, runtime, graph, groups, program, directory, listener, progress)
+                _drive(cfg, runtime, graph, groups, program, directory, listener, progress, resumed)
             if not quiet:
                 _plot(directory, progress)
         return 0
@@ -227,6 +248,49 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
         logging.getLogger("rlinf").removeHandler(silence)
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
+
+
+def _directory(cfg: Config, recipe: str, resumed: Resumed | None) -> RunDirectory:
+    """A new run directory, or the one that goes on; held by this process until it ends."""
+    if resumed is None or resumed.run is None:
+        directory = RunDirectory.create(cfg.run_dir, recipe, loggers=list(cfg.loggers))
+        directory.lock = lock_run(directory.path)
+        return directory
+    lock = lock_run(resumed.run)
+    try:
+        take_over(resumed.run, resumed.state)
+        directory = RunDirectory(resumed.run, loggers=list(cfg.loggers), resumed_steps=resumed.state.steps_done)
+    except BaseException:
+        if lock is not None:
+            os.close(lock)
+        raise
+    directory.lock = lock
+    return directory
+
+
+@contextlib.contextmanager
+def _saving(
+    checkpoints: Checkpoints,
+    directory: RunDirectory,
+    listener: RunListener,
+    progress: Progress,
+    steps_done: int,
+    state: Callable[[], State],
+) -> Iterator[Path]:
+    """A checkpoint with what the run has come to beside the flow's own state."""
+
+    def whole() -> State:
+        return replace(
+            state(),
+            sizes=sizes_of(directory, APPENDED),
+            latest=listener.latest,
+            records={k: v for k, v in listener.summary.items() if isinstance(v, dict)},
+        )
+
+    with checkpoints.saving(steps_done, whole) as path:
+        yield path
+    if (why := checkpoints.no_best(listener.latest)) is not None:
+        progress.note(why)
 
 
 def _adopt(runtime: Runtime, directory: RunDirectory, listener: RunListener, plan: Plan, flat: FlatPlan) -> None:
@@ -244,7 +308,9 @@ def _drive(
     directory: RunDirectory,
     listener: RunListener,
     progress: Progress,
+    resumed: Resumed | None,
 ) -> None:
+    checkpoints = Checkpoints(directory.path, keep_last=cfg.checkpoint.keep_last, keep_best=cfg.checkpoint.keep_best)
     began = time.monotonic()
     finished = False
     try:
@@ -259,6 +325,8 @@ def _drive(
             max_bytes=cfg.channels.max_bytes,
             listener=listener,
             deals=cfg.channels.deals.to_dict(),
+            saving=partial(_saving, checkpoints, directory, listener, progress),
+            resumed=resumed,
         )
         _call_program(program, flow, cfg)
         flow.finish()
@@ -273,7 +341,7 @@ def _drive(
         listener.summary["finished"] = finished
         listener.summary["seconds"] = time.monotonic() - began
         try:
-            directory.write_trace()
+            directory.write_trace(f"trace-from-{resumed.state.steps_done}.json" if resumed else "trace.json")
             directory.write_summary(listener.summary)
         except RLinfError:
             if finished:

@@ -19,7 +19,8 @@ class Prompt:
     """One prompt of a step.
 
     ``id`` is unique in its step; ``group_size`` responses are drawn for it. ``step`` keys the random
-    numbers together with ``id``. ``greedy`` asks for the most likely token at every position.
+    numbers together with ``id``. ``greedy`` asks for the most likely token at every position. ``messages`` (objects
+    with ``role`` and ``content``) stand for the conversation whose text ``text`` is, for the model's chat template.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Prompt:
     step: int = 0
     greedy: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] | None = None
 
     def account_ids(self) -> tuple[str, ...]:
         """The ids of the samples that this prompt stands for in the step's account."""
@@ -143,10 +145,29 @@ class StepInfo:
 
 
 Batch = Mapping[str, Any]
-ForwardFn = Callable[[Any, Batch], Any]
-"""(model, micro-batch) -> outputs that the loss function reads, e.g. log-probs [B, T]."""
-LossFn = Callable[[Any, Batch], "tuple[torch.Tensor, float, dict[str, float]]"]
-"""(outputs, micro-batch) -> (loss *sum*, its count, sums of metrics)."""
+"""A packed micro-batch: S sequences laid end to end without padding. Shape legend: N tokens of all sequences together,
+M of them targets (response tokens).
+
+``ids`` list of S names; ``input_ids``, ``position_ids`` int64 [N] (positions begin at 0 in each sequence);
+``cu_seqlens`` int32 [S + 1], where each sequence begins, and N; ``max_len`` int, tokens of the longest; ``predict``
+int64 [M], the places in [N] whose logits predict the targets; ``targets`` int64 [M]; ``mask`` bool [M]; ``segments``
+int64 [M], the sequence of each target, counted from 1. Whatever else a loss reads is [M] or [S] and a constant.
+"""
+
+
+@dataclass(slots=True, frozen=True)
+class VocabShard:
+    """The part of the vocabulary that this rank's logits have: from token ``start`` on, the rest with the other ranks
+    of ``group`` (a torch.distributed group). ``group`` is ``None`` where the logits have the whole vocabulary."""
+
+    group: Any = None
+    start: int = 0
+
+
+HeadFn = Callable[["torch.Tensor", Batch, VocabShard], "dict[str, torch.Tensor]"]
+"""(logits [M, V] of the ``predict`` places, micro-batch, shard) -> what the loss reads, each [M] (log-probs, …)."""
+LossFn = Callable[["dict[str, torch.Tensor]", Batch], "tuple[torch.Tensor, float, dict[str, float]]"]
+"""(outputs of the head, micro-batch) -> (loss *sum*, its count, sums of metrics)."""
 
 
 @runtime_checkable
@@ -154,43 +175,75 @@ class Trainer(Protocol):
     """One rank of a trainer backend (entry-point group ``rlinf.trainers``; the entry is the class).
 
     The constructor takes the backend's own config node. A loss is a sum and a count: gradients of the
-    sum accumulate, and ``step(count)`` divides once by the count over all micro-batches *and ranks*.
+    sum accumulate, and ``step(count)`` divides once by the count over all micro-batches *and replicas*.
+
+    A *replica* is the ranks that hold one copy of the model together (tensor and pipeline parallel); the ranks of a
+    replica must be given the same batches, which ``share`` brings about. Without model parallelism each rank is one.
     """
 
     tokenizer: Any
 
-    def setup(self, model: Any, forward_fn: ForwardFn, parallel: ParallelInfo, *, seed: int) -> None:
-        """Build model and optimizer. ``model`` is the model config node (path or tiny)."""
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most tokens that a micro-batch should have; who cuts the batch reads it."""
 
-    def logprobs(self, batch: Batch) -> Any:
-        """``forward_fn`` without gradients, in evaluation mode."""
+    def setup(
+        self, model: Any, head: HeadFn | None, parallel: ParallelInfo, *, seed: int, role: str = "policy"
+    ) -> None:
+        """Build model and optimizer. ``model`` is the model config node (path or tiny).
 
-    def accumulate(self, batch: Batch, loss_fn: LossFn) -> tuple[float, float, dict[str, float]]:
-        """Forward and backward of one micro-batch; returns (loss sum, count, metric sums) of this rank."""
+        ``role="critic"``: the same network with one number per position instead of logits; ``head`` is then ``None``
+        and the outputs are ``{"values": [M]}``.
+        """
+
+    def share(self, items: Sequence[Any]) -> list[Any]:
+        """The items of all ranks of this rank's replica, in rank order; one's own where a rank is a replica."""
+
+    def most(self, number: int) -> int:
+        """The largest ``number`` over all ranks. Collective."""
+
+    def forward(self, batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+        """The head's outputs of each micro-batch without gradients, in evaluation mode, on every rank of the replica.
+
+        Collective. Replicas may give different numbers of micro-batches.
+        """
+
+    def accumulate(self, batches: Sequence[Batch], loss_fn: LossFn) -> tuple[float, float, dict[str, float]]:
+        """Forward and backward of micro-batches; returns (loss sum, count, metric sums) of this rank's replica.
+
+        Collective. Replicas may give different numbers of micro-batches, none too: a backend whose ranks must run
+        equally often fills up with empty ones.
+        """
 
     def step(self, count: float) -> StepInfo:
-        """Reduce over ranks, divide by ``count`` (the global one), clip, update, zero the gradients."""
+        """Reduce over replicas, divide by ``count`` (the global one), clip, update, zero the gradients. Collective."""
 
     def reduce(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over ranks, in rank order (collective); ranks may give different names."""
+        """Sum each value over replicas, in rank order (collective); replicas may give different names, the ranks of
+        one replica give the same."""
 
     def restart_optimizer(self, cfg: Any) -> None:
         """Begin a new phase with the weights as they are: fresh optimizer state and schedule from ``cfg``."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters under their Hugging Face names."""
+        """Whole parameters under their Hugging Face names, tied ones once. Collective: every rank runs it to its end;
+        what comes out is for rank 0 (other ranks may be given nothing)."""
 
     def onload(self) -> None: ...
 
     def offload(self) -> None: ...
 
     def save(self, path: Path) -> None:
-        """Exact state (weights, optimizer, schedule, RNG), written aside and renamed when whole."""
+        """Exact state (weights, optimizer, schedule, RNG), written aside and renamed when whole. Collective."""
 
-    def load(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None:
+        """Restore what ``save`` wrote, bit-equal for the same ranks; another split of the model is resharded or
+        refused by name, and so is what is half-written or of another model. Collective."""
 
     def export(self, path: Path) -> None:
-        """Hugging Face directory (config, safetensors, tokenizer)."""
+        """Hugging Face directory (config, safetensors, tokenizer). Collective."""
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable

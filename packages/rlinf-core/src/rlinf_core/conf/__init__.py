@@ -80,6 +80,13 @@ class ChannelsConfig:
 class CheckpointConfig:
     every: int = field(default=0, metadata={"min": 0, "help": "steps between checkpoints; 0 saves only at the end"})
     keep_last: int = field(default=1, metadata={"min": 1, "help": "checkpoints that are kept"})
+    keep_best: str = field(
+        default="",
+        metadata={
+            "help": "metric whose largest value marks one more checkpoint to keep, such as accuracy (with - before it: "
+            "the smallest); empty: none"
+        },
+    )
 
 
 @dataclass
@@ -104,6 +111,13 @@ class CoreConfig:
     placement: dict[str, str] = field(
         default_factory=dict,
         metadata={"entry": "GROUP", "help": "devices per group (group: 0-3), instead of what the plan says"},
+    )
+    resume: str = field(
+        default="none",
+        metadata={
+            "help": "auto: go on with the newest unfinished run of this configuration; a run directory: with that one; "
+            "a checkpoint in one: a new run from it; none"
+        },
     )
     run_dir: str = field(default="runs", metadata={"help": "folder under which runs make their directories"})
     loggers: list[str] = field(

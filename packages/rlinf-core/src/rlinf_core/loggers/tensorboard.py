@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlinf_core.loggers import axis
+
 
 class TensorBoardLogger:
     """One scalar per metric under ``phase/name`` in an ``events.out.tfevents`` file of the run directory.
@@ -34,7 +36,13 @@ class TensorBoardLogger:
 
     def log(self, step: int, phase: str, metrics: dict[str, float]) -> None:
         values = [self._summary.Value(tag=f"{phase}/{name}", simple_value=value) for name, value in metrics.items()]
-        self._write(step=step, summary=self._summary(value=values))
+        self._write(step=axis(step, metrics), summary=self._summary(value=values))
+
+    def resumed(self, steps_done: int) -> None:
+        """Let TensorBoard forget what an interrupted run wrote of later training steps."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._write(step=steps_done, session_log=SessionLog(status=SessionLog.START))
 
     def close(self) -> None:
         self._writer.close()
