@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlinf_core.errors import PlacementError, RLinfError
@@ -185,6 +186,8 @@ def connect(settings: Any, run_name: str) -> Cluster:
     if settings.debug:
         return Cluster(local_info(settings), "127.0.0.1", run_name, debug=True, nodes={"local": "127.0.0.1"})
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if settings.address or os.environ.get("RAY_ADDRESS"):
+        use_token()
     import ray
 
     address = settings.address or os.environ.get("RAY_ADDRESS") or None
@@ -219,6 +222,18 @@ def connect(settings: Any, run_name: str) -> Cluster:
     return Cluster(
         ClusterInfo(tuple(devices), labels), nodes.get(own, "127.0.0.1"), run_name, nodes=nodes, owns_ray=owns
     )
+
+
+AUTH_MODE, AUTH_TOKEN, AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+TOKEN = Path("~/.ray/auth_token")
+
+
+def use_token() -> None:
+    """Show the cluster's token when there is one on this machine (``rlinf head`` asks for it). Before Ray is imported,
+    which reads the environment once; ``RAY_AUTH_MODE`` decides where it is set."""
+    known = os.environ.get(AUTH_TOKEN) or Path(os.environ.get(AUTH_TOKEN_PATH) or TOKEN).expanduser().is_file()
+    if known:
+        os.environ.setdefault(AUTH_MODE, "token")
 
 
 def _probe(address: str) -> None:

@@ -92,6 +92,8 @@ class SamplingParams:
     """How tokens are drawn. ``temperature`` > 0; greedy decoding is asked for per request.
 
     Random numbers are a function of (seed, request key, position) alone, never of batch or order.
+    A response ends after the token that completes one of the texts ``stop`` (in what the response's tokens decode
+    to, special tokens included); no token is cut off.
     """
 
     max_new_tokens: int
@@ -100,6 +102,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

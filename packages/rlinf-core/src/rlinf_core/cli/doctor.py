@@ -84,6 +84,9 @@ def ask_nodes(address: str, function: Callable[[], Any]) -> dict[str, Any]:
 
     Raises WaitTimeout naming the nodes that did not answer.
     """
+    from rlinf_core.cluster import use_token
+
+    use_token()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -61,11 +61,25 @@ def _plot(argv: list[str]) -> int:
     return OK
 
 
+def _head(argv: list[str]) -> int:
+    from rlinf_core.cli.node import head
+
+    return head(argv)
+
+
+def _worker(argv: list[str]) -> int:
+    from rlinf_core.cli.node import worker
+
+    return worker(argv)
+
+
 BUILT_IN: dict[str, tuple[Command, str]] = {
     "run": (_run, "run a recipe: rlinf run RECIPE [key=value ...]"),
     "plugins": (_plugins, "list what is installed, by kind"),
     "doctor": (_doctor, "say what is installed, what is missing, and what in the machine will hurt"),
     "plot": (_plot, "draw the metrics of a run directory"),
+    "head": (_head, "start a cluster's first node on this machine"),
+    "worker": (_worker, "let this machine join a cluster"),
 }
 
 USAGE = """usage: rlinf COMMAND ...

@@ -50,8 +50,17 @@ def compose(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     return compose_full(recipe, overrides).config
 
 
-def compose_full(recipe: str, overrides: list[str] | tuple[str, ...] = (), *, allow_missing: bool = False) -> Composed:
-    """As ``compose``, with the schema and the chosen options. ``allow_missing`` leaves mandatory keys unset (None)."""
+def compose_full(
+    recipe: str,
+    overrides: list[str] | tuple[str, ...] = (),
+    *,
+    allow_missing: bool = False,
+    carried: Mapping[str, Any] | None = None,
+) -> Composed:
+    """As ``compose``, with the schema and the chosen options. ``allow_missing`` leaves mandatory keys unset (None).
+
+    ``carried``: values of another configuration, put in where this recipe has the key too, before the overrides.
+    """
     source = _load_recipe(recipe)
     groups = sources.config_groups()
     choosing: list[Override] = []
@@ -70,6 +79,7 @@ def compose_full(recipe: str, overrides: list[str] | tuple[str, ...] = (), *, al
         raise ConfigError(f"a schema of recipe {source.name!r} is broken: {first_line(error)}") from error
     chosen = {override.key_or_group for override in choosing}
     values.put_base(root, schema, source, base, frozenset(path for path, group, _ in choices if group in chosen))
+    values.carry(root, schema, carried or {})
     for override in setting:
         values.apply(root, schema, source, override)
     data = values.resolve(root, schema, source, allow_missing)

@@ -114,6 +114,20 @@ def _put(root: DictConfig, schema: Schema, path: str, value: Any, *, where: str 
         raise ConfigError(expected) from error
 
 
+def carry(root: DictConfig, schema: Schema, data: Mapping[str, Any], prefix: str = "") -> None:
+    """Values of another configuration, where this one has the key; the others are left out."""
+    for key, value in data.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        slot = schema.slot(path)
+        if slot is None:
+            continue
+        inner, _ = unwrap(slot.hint)
+        if isinstance(value, Mapping) and (is_schema(inner) or (inner is UNTYPED and not schema.is_open(prefix))):
+            carry(root, schema, value, path)
+        else:
+            _put(root, schema, path, value, create=True)
+
+
 def apply(root: DictConfig, schema: Schema, recipe: RecipeSource, override: Override) -> None:
     path, line = override.key_or_group, str(override.input_line)
     if override.package is not None:
