@@ -292,6 +292,7 @@ def _short(cfg: Config, setting: Setting, graph: FlowGraph, cluster: ClusterInfo
         data["plan"] = str(_write_plan(graph, setting, place))
     data["run_dir"], data["loggers"] = str(place), ["jsonl"]
     data["checkpoint"]["every"] = 0
+    data["resume"] = "none"
     if setting.devices < len(cluster.devices):
         data["placement"] = cpu | {
             name: _placed(stage, setting.devices) for name, stage in graph.stages.items() if stage.device
