@@ -76,6 +76,7 @@ def write_model(folder: Path) -> SimpleNamespace:
         heads=1,
         kv_heads=1,
         intermediate_size=64,
+        family="qwen2",
         max_positions=64,
         characters="0123456789+-*= ",
     )

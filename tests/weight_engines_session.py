@@ -28,6 +28,7 @@ TINY = SimpleNamespace(
     heads=2,
     kv_heads=1,
     intermediate_size=96,
+    family="qwen2",
     max_positions=64,
     characters="0123456789+-*= ",
 )

@@ -1,102 +1,146 @@
-"""One rank of the data-parallel tests, run as a script: ``data_parallel_rank.py RANK WORLD FOLDER TASK``.
+"""One rank of the data-parallel tests: ``data_parallel_rank.py RANK WORLD FOLDER CASES``.
 
-``train`` writes what the rank saw to FOLDER/result<WORLD>_<RANK>.pt; ``leave`` lets rank 1 exit before the first step.
+``CASES`` is a JSON list; each case opens a group of its own. What comes out goes to ``FOLDER/NAME_WORLD_RANK.pt``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
+import trainer_cases as cases
+
+from rlinf_core.errors import RLinfError
 from rlinf_core.types import ParallelInfo
 from rlinf_engines.trainers.torch_trainer import TorchTrainer
 
-# The rows of each rank's micro-batches, per step: unequal ones, and a rank that has none.
-SPLITS = [[[[0, 1], [2], [3]], [[4, 5]]], [[[0, 1, 2, 3, 4, 5]], []], [[[5], [0, 3]], [[1, 2], [4]]]]
-TINY = SimpleNamespace(
-    hidden_size=64,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    intermediate_size=96,
-    max_positions=64,
-    characters="0123456789+-*= ",
-)
-MODEL = SimpleNamespace(path=None, dtype="float64", tiny=TINY)
-TRAINER = SimpleNamespace(
-    lr=1e-3,
-    betas=[0.9, 0.95],
-    eps=1e-8,
-    weight_decay=0.01,
-    grad_clip=0.1,
-    warmup_steps=0,
-    schedule="constant",
-    schedule_steps=0,
-    min_lr_ratio=0.0,
-)
+# Which rows each micro-batch of each rank has: unequal numbers of rows and of micro-batches.
+PARTS = [[[0], [1, 2, 3], [6]], [[4, 5, 7]]]
 
 
-def forward(model: Any, batch: Any) -> Any:
-    logits = model(input_ids=batch["ids"], attention_mask=batch["mask"]).logits[:, :-1]
-    return logits.log_softmax(-1).gather(-1, batch["ids"][:, 1:].unsqueeze(-1)).squeeze(-1)
+def make(case: dict[str, Any], place: ParallelInfo, seed: int = 0) -> TorchTrainer:
+    """A trainer; those of one case have different seeds, and so meet in different places."""
+    if place.init_method:
+        place = replace(place, init_method=f"{place.init_method}_{seed}")
+    model = cases.model_config(case.get("family", "qwen2"), case.get("dtype", "float32"), path=case.get("path"))
+    trainer = TorchTrainer(cases.trainer_config(**case.get("keys", {})))
+    role = case.get("role", "policy")
+    trainer.setup(model, cases.head if role == "policy" else None, place, seed=seed, role=role)
+    return trainer
 
 
-def loss(outputs: Any, batch: Any) -> Any:
-    mask = batch["mask"][:, 1:].bool()
-    return -outputs.where(mask, 0.0).sum(), float(mask.sum()), {}
+def parts_of(place: ParallelInfo) -> list[list[int]]:
+    return PARTS[place.rank] if place.world_size == 2 else [[0, 1, 2], [3, 4, 5, 6, 7]]
 
 
-def batch_of(step: int, rows: list[int]) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(2, 17, (6, 12), generator=generator)
-    lengths = torch.randint(4, 13, (6,), generator=generator)
-    mask = (torch.arange(12) < lengths.unsqueeze(1)).long()
-    return {"ids": torch.where(mask.bool(), ids, 0)[rows], "mask": mask[rows]}
-
-
-def train(trainer: TorchTrainer, place: ParallelInfo, folder: Path) -> None:
-    result: dict[str, Any] = {"losses": [], "norms": []}
-    for step, ranks in enumerate(SPLITS):
-        mine = ranks[place.rank] if place.world_size == 2 else ranks[0] + ranks[1]
-        sums = {"loss": 0.0, "count": 0.0}
-        for rows in mine:
-            total, count, _ = trainer.accumulate(batch_of(step, rows), loss)
-            sums = {"loss": sums["loss"] + total, "count": sums["count"] + count}
-        if place.world_size == 2:  # with the step's gradients gathered; changes no bit
-            trainer.offload()
-            trainer.onload()
-        sums = trainer.reduce(sums)
-        result["norms"].append(trainer.step(sums["count"]).grad_norm)
-        result["losses"].append(sums["loss"])
+def train(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, Any]:
+    """Two steps and what they give."""
+    trainer = make(case, place)
+    numbers = cases.train(trainer, parts_of(place), role=case.get("role", "policy"))
+    result = {"numbers": vars(numbers), "most": trainer.most(3 + place.rank), "shared": trainer.share([place.rank])}
     # Names that only one rank has, and floats whose sum depends on the order.
     result["reduced"] = trainer.reduce({"a": 0.1 * (place.rank + 1), f"only{place.rank}": 1.0})
-    trainer.save(folder / f"checkpoint{place.world_size}")
-    noise = torch.rand(3)
-    trainer.load(folder / f"checkpoint{place.world_size}")
-    result["noise"] = (noise, torch.rand(3))
-    trainer.export(folder / f"export{place.world_size}")
-    result["weights"] = dict(trainer.weights())
-    torch.save(result, folder / f"result{place.world_size}_{place.rank}.pt")
-
-
-def main(rank: int, world: int, folder: Path, task: str) -> None:
-    meet = f"file://{folder}/meet" if world > 1 else ""
-    place = ParallelInfo(rank=rank, world_size=world, init_method=meet, timeout_s=60.0)
-    trainer = TorchTrainer(TRAINER)
-    trainer.setup(MODEL, forward, place, seed=0)
-    if task == "leave":
-        if rank == 1:
-            os._exit(7)
-        trainer.accumulate(batch_of(0, [0]), loss)
-        trainer.step(1.0)
-    train(trainer, place, folder)
+    result["bytes"] = sum(t.untyped_storage().nbytes() for t in trainer._device_tensors())
     trainer.close()
+    return result
+
+
+def resume(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, Any]:
+    """Three steps with a checkpoint after the first; then those after the checkpoint again from it, by a trainer that
+    began elsewhere; then, where there is one, from the checkpoint at ``case["from"]``."""
+    role = case.get("role", "policy")
+
+    def go_on(trainer: TorchTrainer) -> tuple[list[Any], torch.Tensor]:
+        rows = parts_of(place)
+        found: list[Any] = []
+        for step in (1, 2):
+            batches = [cases.collate([cases.make_rows(step=step)[i] for i in part]) for part in rows]
+            total, count, _ = trainer.accumulate(batches, cases.LOSSES[role])
+            sums = trainer.reduce({"loss": total, "count": count})
+            found += [sums["loss"], trainer.step(sums["count"])]
+        return found, torch.rand(3)
+
+    def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+    trainer = make(case, place)
+    cases.train(trainer, parts_of(place), steps=1, role=role)
+    path = folder / f"{case['name']}_{place.world_size}"
+    trainer.save(path)
+    trainer.offload()
+    trainer.onload()
+    straight = go_on(trainer), weights(trainer)
+    trainer.close()
+    trainer = make(case, place, seed=5)
+    trainer.load(path)
+    again = go_on(trainer), weights(trainer)
+    elsewhere = None
+    if case.get("from"):
+        trainer.load(Path(case["from"]))
+        elsewhere = go_on(trainer), weights(trainer)
+    trainer.export(folder / f"{case['name']}_{place.world_size}_export")
+    trainer.close()
+    return {"straight": straight, "again": again, "elsewhere": elsewhere}
+
+
+def failing(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, Any]:
+    """What every rank is told when one rank's part is bad."""
+    trainer = make(case, place)
+    told = {}
+    batch = cases.collate(cases.make_rows()[:2])
+
+    def bad(outputs: Any, batch: Any) -> Any:
+        value = outputs["logprobs"].sum()
+        # The root's slope at zero is infinite while its value is not.
+        return (value * 0.0).abs().sqrt() if place.rank == 1 else value, 1.0, {}
+
+    calls = {
+        "gradient": lambda: (trainer.accumulate([batch], bad), trainer.step(1.0)),
+        "checkpoint": lambda: trainer.load(folder / "nowhere" if place.rank == 0 else Path(case["from"])),
+        "save": lambda: trainer.save(Path("/dev/null/x")),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except RLinfError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        except OSError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    numbers = cases.train(trainer, parts_of(place))
+    trainer.close()
+    return {"told": told, "numbers": vars(numbers)}
+
+
+def leave(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, Any]:
+    """What rank 0 is told when rank 1 dies."""
+    trainer = make(case, place)
+    if place.rank == 1:
+        os._exit(7)
+    try:
+        trainer.accumulate([cases.collate(cases.make_rows()[:2])], cases.policy_loss)
+        trainer.step(1.0)
+    except RLinfError as error:
+        return {"told": str(error), "elsewhere": error.elsewhere}
+    return {"told": "nothing"}
+
+
+TASKS = {"train": train, "resume": resume, "failing": failing, "leave": leave}
+
+
+def main(rank: int, world: int, folder: Path, todo: list[dict[str, Any]]) -> None:
+    for case in todo:
+        meet = f"file://{folder}/meet_{case['name']}" if world > 1 else ""
+        place = ParallelInfo(rank=rank, world_size=world, init_method=meet, timeout_s=60.0)
+        result = TASKS[case["task"]](case, place, folder)
+        torch.save(result, folder / f"{case['name']}_{world}_{rank}.pt")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))

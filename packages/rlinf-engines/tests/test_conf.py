@@ -53,6 +53,7 @@ def test_the_defaults_are_valid() -> None:
         ({"heads": 3}, "model.tiny.heads: 3 does not divide hidden_size 128"),
         ({"hidden_size": 12, "heads": 4}, "model.tiny.heads: hidden_size / heads is 3; it must be even"),
         ({"kv_heads": 3}, "model.tiny.kv_heads: 3 does not divide heads 4"),
+        ({"family": "gpt2"}, "model.tiny.family: 'gpt2' is unknown; choose from qwen2, llama"),
         ({"characters": ""}, "model.tiny.characters: is empty"),
         ({"characters": "0120"}, "model.tiny.characters: '0' is there twice"),
     ],

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer  # noqa: E402
 
 from rlinf_core.errors import ConfigError  # noqa: E402
 from rlinf_engines.models import (  # noqa: E402
+    empty_network,
     export_model,
     load_config,
     load_model,
@@ -32,7 +33,7 @@ FINGERPRINT = (
     "from rlinf_engines.models import load_model, named_weights\n"
     "torch.rand(3)\n"
     "tiny = types.SimpleNamespace(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=96,"
-    " max_positions=64, characters='0123456789+-*= ')\n"
+    " family='qwen2', max_positions=64, characters='0123456789+-*= ')\n"
     "model = load_model(types.SimpleNamespace(path=None, dtype='float32', tiny=tiny), 7)\n"
     "print(hashlib.sha256(b''.join(t.numpy().tobytes() for _, t in named_weights(model))).hexdigest())\n"
 )
@@ -195,6 +196,75 @@ def test_what_is_not_a_model_is_refused_by_name(make_model: Any, directory: Path
     break_directory(directory, how)
     with pytest.raises(ConfigError, match=f"model.path: {directory} .*{message}"):
         load_model(make_model("float32", path=str(directory)), 0)
+
+
+def test_a_tokenizer_of_another_model_is_refused_by_name(make_model: Any, directory: Path) -> None:
+    load_tokenizer(make_model("float32", characters="0123456789+-*= abc")).save_pretrained(directory)
+    message = r"tokenizer with ids up to 19 \('c'\) and a model for 17 tokens \(ids up to 16\)"
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(make_model("float32", path=str(directory)))
+    config = directory / "config.json"
+    content = json.loads(config.read_text())
+    # Embeddings to spare are usual, and a model of several kinds of input says the size further down.
+    for whole in ({**content, "vocab_size": 20}, {"text_config": {"vocab_size": 20}}, {}):
+        config.write_text(json.dumps({**whole, "model_type": "qwen2"}))
+        assert len(load_tokenizer(make_model("float32", path=str(directory)))) == 20
+
+
+def test_the_families_differ_and_an_unknown_one_is_refused(make_model: Any) -> None:
+    llama = load_model(make_model(family="llama"), 0)
+    assert type(llama).__name__ == "LlamaForCausalLM"
+    assert "lm_head.weight" in dict(named_weights(llama))  # not tied, unlike qwen2's
+    assert type(load_model(make_model(), 0)).__name__ == "Qwen2ForCausalLM"
+    with pytest.raises(ConfigError, match="model.tiny.family: 'gpt' is unknown; choose from qwen2, llama"):
+        load_model(make_model(family="gpt"), 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_critic_has_the_policy_s_backbone_and_a_head_of_its_own(make_model: Any, family: str) -> None:
+    policy = dict(named_weights(load_model(make_model(family=family), 3)))
+    critic = load_model(make_model(family=family), 3, role="critic")
+    values = dict(named_weights(critic))
+    assert set(values) - set(policy) == {"score.weight", "score.bias"}
+    assert all(torch.equal(values[name], policy[name]) for name in values if name in policy)
+    assert values["score.weight"].shape == (1, 64) and 0.0 < float(values["score.weight"].abs().max()) < 0.2
+    assert not values["score.bias"].any()
+    ids = torch.randint(2, 17, (2, 9), generator=torch.Generator().manual_seed(0))
+    critic.train()
+    with torch.no_grad():
+        assert critic(ids).logits.shape == (2, 9, 1)
+        assert torch.equal(critic(ids).logits, critic(ids).logits)  # nothing is dropped
+    other = dict(named_weights(load_model(make_model(family=family), 4, role="critic")))
+    assert not torch.equal(values["score.weight"], other["score.weight"])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_a_directory_becomes_a_critic(make_model: Any, family: str, tmp_path: Path) -> None:
+    tiny = make_model("float32", family=family)
+    export_model(load_model(tiny, 0), load_tokenizer(tiny), tmp_path / "hf")
+    one, two = (load_model(make_model("float32", path=str(tmp_path / "hf")), 3, role="critic") for _ in range(2))
+    assert digest(one) == digest(two)
+    expected = dict(named_weights(load_model(tiny, 3, role="critic")))["score.weight"]
+    assert torch.equal(one.score.weight, expected)
+    assert torch.equal(one.model.embed_tokens.weight, load_model(tiny, 0).model.embed_tokens.weight)
+    assert one.config.num_labels == 1 and one.dropout.p == 0.0
+
+
+def test_a_critic_of_half_a_model_is_refused(make_model: Any, directory: Path) -> None:
+    break_directory(directory, "other weights")
+    with pytest.raises(ConfigError, match=r"lacks \d+ of the model's weights, first model.layers.2"):
+        load_model(make_model("float32", path=str(directory)), 0, role="critic")
+
+
+def test_an_export_takes_weights_from_elsewhere(make_model: Any, tmp_path: Path) -> None:
+    network = load_model(make_model("float32", family="llama"), 0)
+    state = {name: tensor + 1.0 for name, tensor in named_weights(network)}
+    hollow = empty_network(network.config)
+    assert all(parameter.is_meta for parameter in hollow.parameters())
+    export_model(hollow, load_tokenizer(make_model()), tmp_path / "hf", torch.float32, state)
+    again = dict(named_weights(load_model(make_model("float32", path=str(tmp_path / "hf")), 0)))
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)
 
 
 def test_a_broken_tokenizer_is_refused_by_name(make_model: Any, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -231,9 +232,8 @@ def test_a_directory_gives_the_same_responses(make_rollout: Any, make_model: Any
 
 
 def inner(tensor: torch.Tensor) -> torch.Tensor:
-    """What surely lies on whole pages of the tensor's own."""
-    edge = 4096 // tensor.element_size()
-    return tensor.view(-1)[edge:-edge]
+    """What surely lies on whole pages of the tensor's own memory."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[4096:-4096]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's memory calls")
@@ -245,7 +245,7 @@ def test_switches_between_any_two_responses_change_nothing(make_rollout: Any, dt
     got, largest = [], 0
     for response in rollout.generate(asked, SAMPLING):
         got.append(response)
-        largest = max([largest, *(layer.keys.nbytes for cache in rollout._caches for layer in cache.layers)])
+        largest = max([largest, *(layer.keys.untyped_storage().nbytes() for cache in rollout._caches for layer in cache.layers)])
         rollout.offload()
         # Caches too: between two responses, nothing of a running generation stays on the device.
         assert not any(inner(layer.keys).any() for cache in rollout._caches for layer in cache.layers)
@@ -271,6 +271,26 @@ def test_use_while_offloaded_is_refused_and_changes_nothing(make_rollout: Any) -
     rollout.onload()
     assert rollout.version == 0
     assert tokens(rollout.generate(asked, SAMPLING)) == whole
+
+
+def test_stop_texts_end_responses_after_the_token_that_completes_them(make_rollout: Any) -> None:
+    rollout, asked = make_rollout(), requests()
+    sampling = SamplingParams(max_new_tokens=30, temperature=0.8, seed=11)
+    free = by_id(rollout.generate(asked, sampling))
+    longest = max(free.values(), key=lambda r: len(r.token_ids))
+    text = rollout.tokenizer.decode(longest.token_ids[3:5])
+    cut = by_id(rollout.generate(asked, dataclasses.replace(sampling, stop=("never seen", text))))
+    shortened = 0
+    for name, response in cut.items():
+        whole = free[name]
+        ends = [n for n in range(1, len(whole.token_ids) + 1) if text in rollout.tokenizer.decode(whole.token_ids[:n])]
+        assert response.token_ids == whole.token_ids[: min([*ends, len(whole.token_ids)])]
+        assert response.logprobs == pytest.approx(whole.logprobs[: len(response.token_ids)], abs=1e-9)
+        shortened += len(response.token_ids) < len(whole.token_ids)
+        assert response.finish_reason == ("stop" if ends else whole.finish_reason)
+    assert shortened
+    with pytest.raises(ConfigError, match="sampling.stop: '' is not a text"):
+        rollout.generate(asked, dataclasses.replace(sampling, stop=("",)))
 
 
 def test_switching_before_setup_is_harmless() -> None:

@@ -75,9 +75,7 @@ def test_new_weights_go_into_the_live_engine(found: dict[str, Any]) -> None:
         ("missing", "RLinfError: weights of version 5: 1 are missing, first model.embed_tokens.weight"),
         ("unknown", "has no parameter 'model.extra'"),
         ("shape", "model.embed_tokens.weight has shape (2, 64), the model's has (17, 64)"),
-        ("top_p", "ConfigError: sampling.top_p: rollout vllm gives log-probs of the truncated distribution"),
         ("too_long", "the model takes 64"),
-        ("while_running", "responses are being generated"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(found: dict[str, Any], case: str, message: str) -> None:
@@ -89,6 +87,25 @@ def test_refusals_change_nothing(found: dict[str, Any]) -> None:
     assert found["after_refusals"]
     assert found["version"] == 4
     assert found["left_behind"] == []
+
+
+@needs_vllm
+def test_log_probs_under_top_p_are_those_of_the_whole_distribution(found: dict[str, Any]) -> None:
+    assert found["top_p_difference"] < 1e-3
+
+
+@needs_vllm
+def test_weights_that_come_while_responses_run_are_recorded_token_by_token(found: dict[str, Any]) -> None:
+    assert found["running_ids"] == found["asked"]
+    assert [4, 6] in found["running_versions"]
+    assert found["running_difference"] < 1e-3
+
+
+@needs_vllm
+def test_stop_texts_end_responses_after_the_token_that_completes_them(found: dict[str, Any]) -> None:
+    assert found["stop_number"] > 0
+    assert found["stop_same"] and found["stop_lengths"]
+    assert found["stop_reasons"] == ["stop"]
 
 
 @needs_vllm

@@ -5,6 +5,8 @@ vLLM changes its process (environment, threads, compiler switches), so the test 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -17,10 +19,10 @@ import torch
 from rlinf_core.errors import RLinfError
 from rlinf_core.types import GenerateRequest, ParallelInfo, Rollout, SamplingParams
 from rlinf_engines.models import load_model, named_weights
-from rlinf_engines.rollouts import vllm_rollout
 from rlinf_engines.rollouts.vllm_rollout import VllmRollout
 
 TINY = SimpleNamespace(
+    family="qwen2",
     hidden_size=64,
     layers=2,
     heads=2,
@@ -39,8 +41,13 @@ ROLLOUT = SimpleNamespace(
     kv_cache_gb=1,
     gpu_memory_utilization=0.5,
     gpu_sleep=True,
+    tensor_parallel_size=1,
+    engine_process=False,
+    max_restarts=2,
+    stall_timeout_s=60.0,
 )
-SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7, seed=3)
+TEMPERATURE = 0.7
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=TEMPERATURE, seed=3)
 
 
 def requests(step: int = 0) -> list[GenerateRequest]:
@@ -60,7 +67,7 @@ def worst_difference(responses: list[Any], asked: list[GenerateRequest], network
         request = by_id[response.id]
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
         logits = network(ids).logits[0, len(request.prompt_ids) - 1 : -1]
-        logps = (logits / (1.0 if request.greedy else SAMPLING.temperature)).log_softmax(-1)
+        logps = (logits / (1.0 if request.greedy else TEMPERATURE)).log_softmax(-1)
         if request.greedy and not torch.equal(logits.argmax(-1), ids[0, len(request.prompt_ids) :]):
             return float("inf")
         expected = logps.gather(-1, torch.tensor(response.token_ids).unsqueeze(-1)).squeeze(-1)
@@ -79,8 +86,11 @@ def refused(call: Callable[[], Any]) -> str:
 def switches(rollout: VllmRollout, asked: list[GenerateRequest], network: Any) -> dict[str, Any]:
     """Offload and load between responses; what the cache's pages and the weights hold meanwhile."""
     found: dict[str, Any] = {}
-    weights = rollout._cpu_tensors(vllm_rollout._weight_tensors)
-    (cache, *_) = rollout._cpu_tensors(vllm_rollout._cache_tensors)
+    from rlinf_engines.rollouts.vllm_worker import cache_tensors, weight_tensors
+
+    engine: Any = rollout.engine
+    weights = engine.tensors(weight_tensors)
+    (cache, *_) = engine.tensors(cache_tensors)
     before = [tensor.clone() for tensor in weights]
     responses = []
     for response in rollout.generate(asked, SAMPLING):
@@ -96,7 +106,7 @@ def switches(rollout: VllmRollout, asked: list[GenerateRequest], network: Any) -
     stream = rollout.generate(asked, SAMPLING)
     next(stream)
     rollout.offload()
-    found["next_offloaded"] = refused(lambda: next(stream))
+    found["next_offloaded"] = refused(lambda: list(stream))
     stream.close()
     found["generate_offloaded"] = refused(lambda: list(rollout.generate(asked, SAMPLING)))
     found["load_offloaded"] = refused(lambda: rollout.load_weights(9, []))
@@ -105,6 +115,58 @@ def switches(rollout: VllmRollout, asked: list[GenerateRequest], network: Any) -
         r.id: r.token_ids for r in responses
     }
     return found
+
+
+def weights_while_running(rollout: VllmRollout, asked: list[GenerateRequest], network: Any) -> dict[str, Any]:
+    """New weights between two responses: each token's log-prob is that of the version that drew it."""
+    before, after = copy.deepcopy(network), network
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(2)
+        for parameter in after.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    responses = []
+    for response in rollout.generate(asked, SAMPLING):
+        responses.append(response)
+        if len(responses) == 1:
+            rollout.load_weights(6, named_weights(after))
+    by_id, worst = {r.id: r for r in asked}, 0.0
+    for response in responses:
+        request = by_id[response.id]
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
+        for version, model in ((4, before), (6, after)):
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1]
+            logps = (logits / (1.0 if request.greedy else TEMPERATURE)).log_softmax(-1)
+            expected = logps.gather(-1, torch.tensor(response.token_ids).unsqueeze(-1)).squeeze(-1)
+            drawn = torch.tensor(response.versions) == version
+            worst = max([worst, *(expected - torch.tensor(response.logprobs))[drawn].abs().tolist()])
+    return {
+        "running_difference": worst,
+        "running_versions": sorted({tuple(sorted(set(r.versions))) for r in responses}),
+        "running_ids": sorted(r.id for r in responses),
+    }
+
+
+def up_to(text: str, tokens: list[int], tokenizer: Any) -> list[int]:
+    """The tokens up to the one that completes ``text``."""
+    for end in range(1, len(tokens) + 1):
+        if text in tokenizer.decode(tokens[:end]):
+            return tokens[:end]
+    return tokens
+
+
+def stop_texts(rollout: VllmRollout, asked: list[GenerateRequest]) -> dict[str, Any]:
+    """Responses that end at a text of two characters, beside the same ones that do not."""
+    sampling = SamplingParams(max_new_tokens=40, temperature=TEMPERATURE, seed=3)
+    free = {r.id: r for r in rollout.generate(asked, sampling)}
+    text = rollout.tokenizer.decode(max(free.values(), key=lambda r: len(r.token_ids)).token_ids)[4:6]
+    cut = {r.id: r for r in rollout.generate(asked, dataclasses.replace(sampling, stop=(text,)))}
+    expected = {name: up_to(text, response.token_ids, rollout.tokenizer) for name, response in free.items()}
+    return {
+        "stop_same": {name: r.token_ids for name, r in cut.items()} == expected,
+        "stop_number": sum(len(r.token_ids) < len(free[name].token_ids) for name, r in cut.items()),
+        "stop_reasons": sorted({r.finish_reason for n, r in cut.items() if len(r.token_ids) < len(free[n].token_ids)}),
+        "stop_lengths": all(len(r.logprobs) == len(r.token_ids) == len(r.versions) for r in cut.values()),
+    }
 
 
 def main(out: Path) -> None:
@@ -139,11 +201,12 @@ def main(out: Path) -> None:
     found["missing"] = refused(lambda: rollout.load_weights(5, weights[1:]))
     found["unknown"] = refused(lambda: rollout.load_weights(5, [*weights, ("model.extra", weights[0][1])]))
     found["shape"] = refused(lambda: rollout.load_weights(5, [(weights[0][0], weights[0][1][:2]), *weights[1:]]))
-    found["top_p"] = refused(lambda: rollout.generate(asked, SamplingParams(8, top_p=0.5)))
+    # Log-probs under top-p are those of the whole distribution.
+    narrow = SamplingParams(max_new_tokens=8, temperature=TEMPERATURE, top_p=0.5, seed=3)
+    found["top_p_difference"] = worst_difference(list(rollout.generate(asked, narrow)), asked, network)
     found["too_long"] = refused(lambda: rollout.generate(asked, SamplingParams(60)))
     stream = rollout.generate(asked, SAMPLING)
     next(stream)
-    found["while_running"] = refused(lambda: rollout.load_weights(5, weights))
     stream.close()
     rollout.offload()
     rollout.onload()
@@ -151,6 +214,8 @@ def main(out: Path) -> None:
     found["after_refusals"] = {r.id: r.token_ids for r in third} == {r.id: r.token_ids for r in second}
     found["version"] = rollout.version
 
+    found.update(weights_while_running(rollout, asked, network))
+    found.update(stop_texts(rollout, asked))
     found.update(switches(rollout, asked, network))
     out.write_text(json.dumps(found), encoding="utf-8")
 

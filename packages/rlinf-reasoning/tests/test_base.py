@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,14 @@ def problems(count: int) -> list[Problem]:
     return [Problem(f"{i}+1=", str(i + 1), {"number": i}) for i in range(count)]
 
 
-def data(source: list[Problem], seed: int = 0, **sizes: int) -> PromptData:
-    wanted = {"eval_problems": 10, "warm_start_problems": 20, "prompts_per_step": 8, "group_size": 4, **sizes}
+def data(source: list[Problem], seed: int = 0, **sizes: Any) -> PromptData:
+    wanted: dict[str, Any] = {
+        "eval_problems": 10,
+        "warm_start_problems": 20,
+        "prompts_per_step": 8,
+        "group_size": 4,
+        **sizes,
+    }
     return PromptData(source, seed=seed, source="sums", **wanted)
 
 
@@ -142,3 +149,45 @@ def test_an_alphabet_that_lacks_a_character_is_named() -> None:
     with pytest.raises(ConfigError, match=r"lacks 'x' \(U\+0078\).*text: 'x'"):
         load_data(recipe(model=alphabet), odd)
     load_data(recipe(model=alphabet, warm_start={"problems": 20, "max_steps": 0}), odd)  # answers are not written
+
+
+def test_evaluation_from_elsewhere_is_kept_out_of_training() -> None:
+    held = [Problem(f"{i}+1=", "held") for i in range(5, 30)]
+    found = data(problems(100), eval_problems=10, evaluation=held)
+    assert len(found.eval) == 10 and all(p.answer == "held" for p in found.eval)
+    assert len(found.train) == 75 and not {p.prompt for p in found.train} & {p.prompt for p in held}
+    assert len(data(problems(100), evaluation=held[:3]).eval) == 3
+    with pytest.raises(ConfigError, match="has 15 distinct problems beside those for evaluation, fewer than the 20"):
+        data(problems(40), evaluation=held)
+
+
+def test_a_recipe_that_trains_on_nothing_evaluates_on_all() -> None:
+    keys = recipe().to_dict()
+    for key in ("prompts_per_step", "algorithm", "warm_start"):
+        del keys[key]
+    everything = load_data(Config({**keys, "eval": {"problems": None}}), Sums())
+    assert len(everything.eval) == 200 and not everything.train
+    # a run's seed and eval.problems give the very problems that the run did not train on
+    assert load_data(Config(keys), Sums()).eval == load_data(recipe(), Sums()).eval
+    nothing = type("Nothing", (), {"source": "nothing", "problems": lambda self, seed: []})()
+    with pytest.raises(ConfigError, match="nothing has no problem to evaluate on"):
+        load_data(Config(keys), nothing)
+
+
+def test_several_answers_are_drawn_and_a_lone_one_is_greedy() -> None:
+    found = data(problems(100))
+    assert [(p.group_size, p.greedy) for p in found.eval_prompts(0, 8)[:1]] == [(8, False)]
+    assert [(p.group_size, p.greedy) for p in found.eval_prompts(0, 1, False)[:1]] == [(1, False)]
+
+
+def test_messages_for_a_model_without_a_chat_template_are_refused(tmp_path: Path) -> None:
+    chat = [Problem(f"{i}+1=", "1", {}, ({"role": "user", "content": f"{i}+1="},)) for i in range(200)]
+    task = type("Chat", (), {"source": "chat", "problems": lambda self, seed: chat})()
+    with pytest.raises(ConfigError, match=r"model\.path: the model has no chat template"):
+        load_data(recipe(), task)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no chat template"):
+        load_data(recipe(model={"path": str(tmp_path)}), task)
+    (tmp_path / "chat_template.jinja").write_text("x")
+    prompt = load_data(recipe(model={"path": str(tmp_path)}), task).batch(0)[0]
+    assert prompt.messages == [{"role": "user", "content": prompt.text}]

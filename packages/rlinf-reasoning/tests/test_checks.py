@@ -14,11 +14,12 @@ from rlinf_reasoning.conf import (
     Evaluation,
     FunctionReward,
     IsolatedReward,
+    Jsonl,
     Reward,
     Sampling,
     WarmStart,
 )
-from rlinf_reasoning.conf.checks import check_function, check_grpo, check_jsonl, check_pattern, check_template
+from rlinf_reasoning.conf.checks import check_function, check_jsonl, check_pattern, check_recipe, check_template
 
 
 def recipe(**changes: Any) -> Config:
@@ -43,27 +44,24 @@ def recipe(**changes: Any) -> Config:
 
 
 def test_the_defaults_are_possible() -> None:
-    assert check_grpo(recipe()) == []
+    assert check_recipe(recipe()) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"algorithm__group_size": 1}, ["algorithm.group_size: 1", "at least 2"]),
-        ({"algorithm__minibatches": 3}, ["prompts_per_step: 64", "algorithm.minibatches=3", "try 63"]),
-        ({"algorithm__minibatches": 100}, ["prompts_per_step: 64", "try 100"]),
         ({"warm_start__problems": 300}, ["warm_start.problems: 300", "at least 328"]),
         ({"warm_start__held_out": 0}, ["warm_start.held_out: 0"]),
         ({"sampling__max_new_tokens": 64}, ["sampling.max_new_tokens: 64", "64 positions"]),
     ],
 )
 def test_impossible_combinations_are_named(changes: dict[str, Any], said: list[str]) -> None:
-    (problem,) = check_grpo(recipe(**changes))
+    (problem,) = check_recipe(recipe(**changes))
     assert all(part in problem for part in said)
 
 
 def test_a_skipped_warm_start_needs_no_problems() -> None:
-    assert check_grpo(recipe(warm_start__problems=0, warm_start__max_steps=0)) == []
+    assert check_recipe(recipe(warm_start__problems=0, warm_start__max_steps=0)) == []
 
 
 def test_patterns_templates_and_functions() -> None:
@@ -94,7 +92,7 @@ def test_jsonl_faults_are_found_from_the_config(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     lines = [f'{{"prompt": "{i}", "answer": "{i}"}}' for i in range(400)]
     path.write_text("\n".join(lines))
-    cfg = recipe(task={"path": str(path), "template": "{prompt}"}, warm_start__max_steps=0)
+    cfg = recipe(task=vars(Jsonl(path=str(path))), warm_start__max_steps=0)
     assert check_jsonl(str(path), "{prompt}", cfg) == []
     path.write_text("\n".join(lines[:300]))
     (problem,) = check_jsonl(str(path), "{prompt}", cfg)
@@ -103,7 +101,7 @@ def test_jsonl_faults_are_found_from_the_config(tmp_path: Path) -> None:
     (problem,) = check_jsonl(str(path), "{prompt}", cfg)
     assert "p.jsonl:7" in problem
     path.write_text("\n".join(lines))
-    (problem,) = check_jsonl(str(path), "{prompt}", recipe(task={"path": str(path), "template": "{prmpt}"}))
+    (problem,) = check_jsonl(str(path), "{prompt}", recipe(task=vars(Jsonl(path=str(path), template="{prmpt}"))))
     assert "'prompt'" in problem
 
 

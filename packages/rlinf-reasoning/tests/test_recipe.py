@@ -1,7 +1,8 @@
-"""The recipe: short, traced as meant, composed with the engines' groups where they are installed."""
+"""The recipes: short, traced as meant, composed with the engines' groups where they are installed."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -13,63 +14,111 @@ import pytest
 from rlinf_core.config import Config, compose
 from rlinf_core.errors import ConfigError
 from rlinf_core.flow import trace
-from rlinf_reasoning.conf import Algorithm, Evaluation, Sampling, WarmStart
-from rlinf_reasoning.recipes import grpo_arithmetic as recipe
+from rlinf_core.graph import FlowGraph
+from rlinf_reasoning.conf import Algorithm, AsyncPpo, Dapo, Evaluation, Ppo, ReasoningGym, Sampling, WarmStart
 
 engines = pytest.mark.skipif(importlib.util.find_spec("rlinf_engines") is None, reason="rlinf-engines gives the groups")
 NAME = "reasoning/grpo_arithmetic"
+PROGRAMS = ("grpo_arithmetic", "dapo_arithmetic", "ppo_arithmetic", "grpo_math")
 
 
-def test_the_program_is_under_100_lines_and_opens_with_how_to_run_it() -> None:
-    source = Path(recipe.__file__).read_text().splitlines()
+def program(name: str) -> Any:
+    return getattr(importlib.import_module(f"rlinf_reasoning.recipes.{name}"), name)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_under_100_lines_and_opens_with_how_to_run_it(name: str) -> None:
+    module = importlib.import_module(f"rlinf_reasoning.recipes.{name}")
+    source = Path(str(module.__file__)).read_text().splitlines()
     assert len(source) < 100
-    assert f"rlinf run {NAME}" in "\n".join(source[:6])
-    assert recipe.__doc__ is not None and "departures" in recipe.__doc__
+    assert f"rlinf run reasoning/{name}" in "\n".join(source[:6])
+    assert module.__doc__ is not None and "departures" in module.__doc__.lower()
 
 
-def config(**changes: Any) -> Config:
+def config(schema: type = Algorithm, **changes: Any) -> Config:
+    task = ReasoningGym(pool=60, pattern=r"\d+ [+-] \d+ =")
     return Config(
         {
             "seed": 0,
             "num_steps": 3,
             "prompts_per_step": 4,
-            "algorithm": vars(Algorithm()),
+            "algorithm": vars(schema()),
             "sampling": vars(Sampling()),
             "warm_start": {**vars(WarmStart()), "problems": 8},
             "eval": {**vars(Evaluation()), "problems": 4, "every": 1},
             "model": {"path": None, "tiny": {"max_positions": 64, "characters": "0123456789+-= "}},
             "checkpoint": {"every": 1, "keep_last": 1},
-            "task": {
-                "name": "reasoning_gym",
-                "dataset": "chain_sum",
-                "options": {},
-                "pool": 60,
-                "pattern": r"\d+ [+-] \d+ =",
-                "template": "{question}",
-            },
+            "task": vars(task),
+            "critic": {},
             **changes,
         }
     )
 
 
-def test_the_trace_shows_the_flow(tmp_path: Path) -> None:
-    graph, groups = trace(recipe.grpo_arithmetic, config(), seed=0, run_dir=tmp_path)
-    assert set(groups) == {"generator", "reward", "actor"}
+def traced(name: str, tmp_path: Path, cfg: Config, **how: Any) -> FlowGraph:
+    return trace(program(name), cfg, seed=0, run_dir=tmp_path, **how)[0]
+
+
+def calls(graph: FlowGraph, phase: str) -> list[tuple[str, str]]:
+    return [(c.group, c.task) for c in graph.phases[phase].calls]
+
+
+@pytest.mark.parametrize("schema", [Algorithm, AsyncPpo])
+def test_the_trace_shows_the_flow(tmp_path: Path, schema: type) -> None:
+    graph = traced("grpo_arithmetic", tmp_path, config(schema))
+    assert set(graph.stages) == {"generator", "reward", "actor"}
     assert set(graph.phases) == {"warm_start", "evaluate", "train", "save"}
     train = graph.phases["train"]
-    assert [(c.group, c.task) for c in train.calls] == [
-        ("generator", "generate"),
-        ("reward", "score"),
-        ("actor", "train"),
-    ]
+    assert calls(graph, "train") == [("generator", "generate"), ("reward", "score"), ("actor", "train")]
     assert train.channels == ("prompts", "samples", "scored")
     assert graph.stages["actor"].collective and graph.stages["actor"].barrier == "batch"
     assert not graph.stages["reward"].device
 
 
+def test_dapo_is_a_cycle_that_the_sampler_ends(tmp_path: Path) -> None:
+    graph = traced("dapo_arithmetic", tmp_path, config(Dapo))
+    train = graph.phases["train"]
+    assert train.cyclic() == {"prompts", "samples", "scored"}
+    assert [c.group for c in train.calls if c.ends] == ["sampler"]
+    assert calls(graph, "train")[0] == ("sampler", "sample")
+    assert train.feeds == () and train.deal("prompts", "generator") == "round_robin"
+    assert not graph.stages["sampler"].device and graph.stages["sampler"].ranks_fixed == 1
+
+
+def test_ppo_hands_the_values_to_both_updates(tmp_path: Path) -> None:
+    graph = traced("ppo_arithmetic", tmp_path, config(Ppo))
+    train = graph.phases["train"]
+    assert [(c.group, c.task) for c in train.calls if "valued" in c.inputs] == [("actor", "train"), ("critic", "train")]
+    assert [(c.group, c.task) for c in train.calls if "valued" in c.outputs] == [("critic", "value")]
+    assert calls(graph, "warm_start") == [("actor", "warm_start"), ("actor", "export")]
+    assert calls(graph, "critic") == [("critic", "begin")]
+    assert calls(graph, "save") == [("actor", "save_checkpoint"), ("critic", "save_checkpoint"), ("actor", "export")]
+    shaped = config(Ppo, algorithm={**vars(Ppo()), "kl_coef": 0.1, "kl_in": "reward"})
+    graph = traced("ppo_arithmetic", tmp_path, shaped)
+    assert calls(graph, "train")[2:4] == [("actor", "reference"), ("critic", "value")]
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "groups"),
+    [
+        ("grpo_arithmetic", Algorithm, ["actor"]),
+        ("dapo_arithmetic", Dapo, ["actor"]),
+        ("ppo_arithmetic", Ppo, ["actor", "critic"]),
+        ("grpo_math", Algorithm, ["actor"]),
+    ],
+)
+def test_a_run_that_goes_on_loads_and_skips_what_was_before(
+    tmp_path: Path, name: str, schema: type, groups: list[str]
+) -> None:
+    graph = traced(name, tmp_path, config(schema), resumed=(2, str(tmp_path)))
+    assert set(graph.phases) == {"resume", "evaluate", "train", "save"}
+    assert calls(graph, "resume") == [(group, "load_checkpoint") for group in groups]
+    assert graph.phases["resume"].weights == (("actor", "generator"),)
+
+
 def test_data_faults_are_found_while_tracing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="distinct problems"):
-        trace(recipe.grpo_arithmetic, config(prompts_per_step=64), seed=0, run_dir=tmp_path)
+        traced("grpo_arithmetic", tmp_path, config(prompts_per_step=64))
 
 
 @engines
@@ -79,37 +128,87 @@ def test_the_recipe_composes() -> None:
     assert cfg.task.options.max_digits == 1
     assert cfg.task.options.min_terms == 2
     assert cfg.algorithm.group_size == 8
+    known = {  # what a run of this recipe computes, unless told otherwise
+        "advantage": "group",
+        "normalise_std": True,
+        "loss": "ppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token_mean",
+        "kl_coef": 0.0,
+        "kl_kind": "k3",
+        "minibatches": 2,
+        "epochs": 1,
+        "max_staleness": 0,
+        "old_logprobs": "rollout",
+        "correction": "none",
+        "entropy_coef": 0.0,
+        "overlong_cache": 0,
+        "overlong_filter": False,
+    }
+    assert {name: cfg.algorithm[name] for name in known} == known
+
+
+@engines
+def test_the_other_recipes_compose(tmp_path: Path) -> None:
+    dapo = compose("reasoning/dapo_arithmetic", ["algorithm.max_refills=2"])
+    assert (dapo.algorithm.clip_high, dapo.algorithm.max_refills, dapo.algorithm.overlong_cache) == (0.28, 2, 1)
+    ppo = compose("reasoning/ppo_arithmetic", ["critic.lr=1e-2", "critic.warmup_steps=3"])
+    assert ppo.critic.to_dict() == {"lr": 1e-2, "warmup_steps": 3}
+    stale = compose("reasoning/async_arithmetic", ["algorithm.max_staleness=2"])
+    assert (stale.algorithm.loss, stale.algorithm.max_staleness) == ("decoupled_ppo", 2)
+    other = compose(NAME, ["algorithm=dapo", "algorithm.dynamic_sampling=false", "algorithm.minibatches=1"])
+    assert (other.algorithm.name, other.algorithm.minibatches) == ("dapo", 1)
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        compose("reasoning/grpo_math", [f"task.path={tmp_path}/problems.jsonl"])
 
 
 @engines
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("name", "overrides", "said"),
     [
-        (["algorithm.group_size=1"], "algorithm.group_size: 1"),
-        (["algorithm.minibatches=5"], "multiple of algorithm.minibatches=5"),
-        (["sampling.max_new_tokens=100"], "sampling.max_new_tokens: 100"),
-        (["algorithm.gruop_size=4"], "algorithm.group_size"),
-        (["algorithm.clip_low=much"], "algorithm.clip_low"),
-        (["reward.on_error=ignore"], "fail, drop, zero"),
-        (["reward=maths"], "math"),
-        (["reward=function", "reward.function=nothing"], "module:function"),
-        (["task=jsonl", "task.path=/absent.jsonl"], "/absent.jsonl"),
-        (["task=jsonl"], "task.path"),
+        (NAME, ["algorithm.group_size=1"], "algorithm.group_size: 1"),
+        (NAME, ["algorithm.minibatches=5"], "multiple of algorithm.minibatches=5"),
+        (NAME, ["sampling.max_new_tokens=100"], "sampling.max_new_tokens: 100"),
+        (NAME, ["algorithm.gruop_size=4"], "algorithm.group_size"),
+        (NAME, ["algorithm.clip_low=much"], "algorithm.clip_low"),
+        (NAME, ["algorithm=grop"], "grpo"),
+        (NAME, ["algorithm=ppo"], "reasoning/ppo_arithmetic"),
+        (NAME, ["algorithm=dapo"], "reasoning/dapo_arithmetic"),
+        (NAME, ["algorithm.gamma=0.9"], "algorithm.gamma"),
+        (NAME, ["algorithm.correction=tis"], "algorithm.old_logprobs=recompute"),
+        (NAME, ["algorithm.loss=bogus"], "algorithm.loss"),
+        (NAME, ["critic.lr=0.1"], "critic"),
+        (NAME, ["reward.on_error=ignore"], "fail, drop, zero"),
+        (NAME, ["reward=maths"], "math"),
+        (NAME, ["reward=function", "reward.function=nothing"], "module:function"),
+        (NAME, ["task=jsonl", "task.path=/absent.jsonl"], "/absent.jsonl"),
+        (NAME, ["task=jsonl"], "task.path"),
+        ("reasoning/dapo_arithmetic", ["reward=math", "reward.on_error=drop"], "reward.on_error"),
+        ("reasoning/dapo_arithmetic", ["algorithm.max_refills=-1"], "algorithm.max_refills"),
+        ("reasoning/dapo_arithmetic", ["algorithm.on_shortage=wait"], "train, fail"),
+        ("reasoning/ppo_arithmetic", ["algorithm=grpo"], "reasoning/grpo_arithmetic"),
+        ("reasoning/ppo_arithmetic", ["critic.lrr=0.1"], "critic.lrr"),
+        ("reasoning/ppo_arithmetic", ["critic.lr=-1"], "critic.lr"),
+        ("reasoning/async_arithmetic", ["algorithm.old_logprobs=rollout"], "algorithm.old_logprobs"),
     ],
 )
-def test_faults_are_refused_when_composing(overrides: list[str], said: str) -> None:
+def test_faults_are_refused_when_composing(name: str, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        compose(NAME, overrides)
+        compose(name, overrides)
 
 
 @engines
 def test_composing_loads_nothing_heavy(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "1", "answer": "1"}\n')
-    program = f"""
+    source = f"""
 import sys
 from rlinf_core.config import compose
 from rlinf_core.errors import ConfigError
+for name in ("dapo_arithmetic", "ppo_arithmetic", "async_arithmetic"):
+    compose(f"reasoning/{{name}}", ["algorithm.entropy_coef=0.1"])
 try:
     compose({NAME!r}, ["task=jsonl", "task.path={path}"])
 except ConfigError as error:
@@ -119,4 +218,4 @@ else:
 heavy = {{"torch", "ray", "transformers", "reasoning_gym", "numpy"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 
 from rlinf_core import Prompt, Sample
 from rlinf_core.config import Config
-from rlinf_core.errors import ConfigError, NonFiniteError, RLinfError, RunDirectoryError
+from rlinf_core.errors import ConfigError, RLinfError
 from rlinf_core.types import Generated, ParallelInfo
-from rlinf_reasoning.workers import Actor, Generator, Reward
+from rlinf_reasoning.workers import Generator, Reward
 from rlinf_reasoning.workers import generator as generator_module
 
 
@@ -134,6 +135,33 @@ def test_an_empty_prompt_is_named(generator: Any) -> None:
         generator.generate(Items([Prompt("p7", "")]), Items())
 
 
+def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> Any:
+    loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: Engine})
+    monkeypatch.setattr(generator_module, "Registry", loaded)
+    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0}
+    task = {"max_prompt_tokens": 3, "too_long": policy}
+    made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling, "task": task}, tmp_path)
+    made.setup()
+    return made
+
+
+def test_prompts_that_are_too_long_follow_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [Prompt("a", "123", group_size=2), Prompt("b", "12345", group_size=2), Prompt("c", "1")]
+    with pytest.raises(ConfigError, match=r"task\.max_prompt_tokens: b has 5 tokens.*task\.too_long=drop"):
+        limited(tmp_path, monkeypatch, "refuse").generate(Items(prompts), Items())
+
+    made, out = limited(tmp_path, monkeypatch, "drop"), Items()
+    assert made.generate(Items(prompts[:2], prompts[1:]), out) == {"prompt/dropped": 2.0, "prompt/truncated": 0.0}
+    assert sorted(s.id for s in out) == ["a/0", "a/1", "c/0"]
+    reason = "prompt longer than 3 tokens (task.max_prompt_tokens)"
+    assert made._ctx.accounted == [("drop", ("b/0", "b/1"), reason)] * 2
+
+    made, out = limited(tmp_path, monkeypatch, "truncate"), Items()
+    assert made.generate(Items(prompts), out) == {"prompt/dropped": 0.0, "prompt/truncated": 1.0}
+    (cut,) = (s for s in out if s.id == "b/1")
+    assert cut.prompt_ids == [ord(c) for c in "345"] and cut.prompt_text == "12345"
+
+
 def sample(index: int, text: str = "", answer: str = "", reward: float | None = None) -> Sample:
     return Sample(
         id=f"p/{index}",
@@ -204,9 +232,14 @@ def test_exact_reward_is_scored_in_place_and_evaluation_uses_samples_up(tmp_path
     made = reward_worker(cfg, tmp_path)
     assert made.scorer.pool is None
     metrics = made.evaluate(Items([sample(0, "1 ", "1"), sample(1, "2", "1")], [sample(2, "1", "1")]))
-    assert metrics == {
-        "accuracy": pytest.approx(2 / 3),
-        "problems": 3.0,
+    assert metrics["accuracy"] == metrics["pass@1"] == pytest.approx(2 / 3)  # three answers to one problem
+    assert metrics["accuracy/low"] < 2 / 3 < metrics["accuracy/high"]
+    found = {name: metrics[name] for name in metrics if not name.startswith(("accuracy", "pass@"))}
+    assert found == {
+        "problems": 1.0,
+        "answers": 3.0,
+        "reward/mean": pytest.approx(2 / 3),
+        "reward/errors": 0.0,
         "response/length": 2.0,
         "response/truncated": 0.0,
     }
@@ -214,63 +247,29 @@ def test_exact_reward_is_scored_in_place_and_evaluation_uses_samples_up(tmp_path
     made.teardown()
 
 
-class Update:
-    """Stands for the GRPO update."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-        self.samples: list[Sample] = []
-
-    def add(self, samples: list[Sample]) -> None:
-        self.samples = samples
-        if self.fails:
-            raise NonFiniteError("loss sum is nan")
-        for item in samples:
-            item.info["advantage"] = 0.5
-
-    def finish(self) -> dict[str, float]:
-        return {"loss": 1.0}
-
-
-def actor(tmp_path: Path, *, fails: bool = False) -> Any:
-    made = worker(Actor, {"algorithm": {"kl_coef": 0.0}, "checkpoint": {"keep_last": 2}}, tmp_path)
-    made._update = Update(fails)
-    return made
-
-
-def test_actor_accounts_for_and_writes_every_sample(tmp_path: Path) -> None:
-    made = actor(tmp_path)
-    assert made.train(Items([sample(1, "π", "3", 0.0), sample(0, "3", "3", 1.0)])) == {"loss": 1.0}
-    made.train(Items([sample(2, reward=1.0)]))
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [line["id"] for line in lines] == ["p/0", "p/1", "p/2"]
-    assert lines[1]["response"] == "π" and lines[1]["reward"] == 0.0 and lines[1]["advantage"] == 0.5
-    assert lines[0]["step"] == "train/0"
-    assert [(kind, ids) for kind, ids, _ in made._ctx.accounted] == [("trained", ("p/1", "p/0")), ("trained", ("p/2",))]
-
-
-def test_a_batch_that_breaks_the_numbers_is_kept(tmp_path: Path) -> None:
-    made = actor(tmp_path, fails=True)
-    with pytest.raises(NonFiniteError, match=r"loss sum is nan; its samples are in .*train-0-rank0\.jsonl"):
-        made.train(Items([sample(0, reward=1.0), sample(1, reward=0.0)]))
-    kept = [json.loads(line) for line in (tmp_path / "failed" / "train-0-rank0.jsonl").read_text().splitlines()]
-    assert [(k["id"], k["response_ids"], k["logprobs"]) for k in kept] == [
-        ("p/0", [4, 1], [-1.0, -1.0]),
-        ("p/1", [4, 1], [-1.0, -1.0]),
-    ]
-    assert made._ctx.accounted == []
-
-
-def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(RunDirectoryError, match=r"samples\.jsonl"):
-        actor(file).train(Items([sample(0, reward=1.0)]))
-
-
-def test_checkpoints_are_pruned(tmp_path: Path) -> None:
-    made = actor(tmp_path)
-    made.trainer = SimpleNamespace(save=lambda path: path.mkdir())
-    for step in (1, 5, 10):
-        made.save_checkpoint(step)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000005", "step-00000010"]
+def test_an_evaluation_estimates_pass_at_k_and_keeps_every_answer(tmp_path: Path) -> None:
+    made = worker(
+        Reward, {"reward": {"name": "exact", "on_error": "fail"}, "eval": {"k": [2], "threshold": 0.5}}, tmp_path
+    )
+    made.setup()
+    answers = [sample(i, text, "1") for i, text in enumerate(("1", "2", "3", "1"))]
+    other = [replace(sample(i, "π", "1"), id=f"q/{i}", group="q", finish_reason="length") for i in range(4)]
+    metrics = made.evaluate(Items(answers, other), "step 20", 8)
+    assert metrics["pass@2"] == pytest.approx((1 - 1 / 6) / 2)  # 2 of 4 right: one of six pairs has none; and 0 of 4
+    assert metrics["accuracy"] == pytest.approx(1 / 4) and metrics["response/truncated"] == 0.5
+    lines = [json.loads(line) for line in (tmp_path / "evaluations" / "step-20.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    kept = {
+        key: lines[0][key] for key in ("problem", "sample", "response", "reward", "right", "length", "finish_reason")
+    }
+    assert kept == {
+        "problem": "p",
+        "sample": 0,
+        "response": "1",
+        "reward": 1.0,
+        "right": True,
+        "length": 2,
+        "finish_reason": "stop",
+    }
+    assert (lines[-1]["response"], lines[-1]["right"], lines[-1]["finish_reason"]) == ("π", False, "length")
+    made.teardown()

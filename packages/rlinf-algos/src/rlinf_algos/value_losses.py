@@ -60,7 +60,8 @@ def value_loss(
         old = zero_masked(old_values.detach(), mask)
         bounded = old + (v - old).clamp(-clip, clip)
         clipped = _element(bounded - target, kind, huber_delta)
-        metrics["value_clipped"] = ((clipped > loss) & mask).sum()
+        moved = (v - old).abs() > clip  # else the two differ by rounding alone
+        metrics["value_clipped"] = ((clipped > loss) & moved & mask).sum()
         loss = torch.maximum(loss, clipped)
     total, count = aggregate(loss, mask, aggregation, divisor=divisor, segments=segments)
     return LossSum(total, count, metrics)

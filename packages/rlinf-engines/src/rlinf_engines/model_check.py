@@ -13,6 +13,7 @@ from typing import Any
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+FAMILIES = ("qwen2", "llama")
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -41,6 +42,8 @@ def check_model_path(path: str) -> list[str]:
 def check_tiny(tiny: Any) -> list[str]:
     """Say which sizes of the tiny model do not go together."""
     problems = []
+    if tiny.family not in FAMILIES:
+        problems.append(f"model.tiny.family: {tiny.family!r} is unknown; choose from {', '.join(FAMILIES)}")
     if tiny.hidden_size % tiny.heads:
         problems.append(
             f"model.tiny.heads: {tiny.heads} does not divide hidden_size {tiny.hidden_size}; choose a divisor"
@@ -61,15 +64,12 @@ def max_positions(model: Any) -> int | None:
     """The most tokens that prompt and response may have together; ``None`` when the model does not say."""
     if model.path is None:
         return int(model.tiny.max_positions)
-    config, problem = _read_config(Path(model.path).expanduser())
-    if problem:
-        return None
-    text = config.get("text_config")
-    for source in (config, text if isinstance(text, dict) else {}):
-        for key in POSITION_KEYS:
-            if isinstance(source.get(key), int):
-                return int(source[key])
-    return None
+    return _number(str(model.path), POSITION_KEYS)
+
+
+def vocabulary_size(path: str) -> int | None:
+    """The tokens that the model at ``path`` has embeddings for; ``None`` when its config does not say."""
+    return _number(path, ("vocab_size",))
 
 
 def check_lengths(
@@ -83,6 +83,19 @@ def check_lengths(
         f"{response_key}: {prompt_key} {prompt_tokens} and {response_key} {response_tokens} are "
         f"{prompt_tokens + response_tokens} tokens together, the model takes {limit}; lower one of them"
     ]
+
+
+def _number(path: str, keys: tuple[str, ...]) -> int | None:
+    """The first of ``keys`` that config.json, or its part about text, has as a number."""
+    config, problem = _read_config(Path(path).expanduser())
+    if problem:
+        return None
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
+        for key in keys:
+            if isinstance(source.get(key), int):
+                return int(source[key])
+    return None
 
 
 def _is_causal(architecture: str) -> bool:

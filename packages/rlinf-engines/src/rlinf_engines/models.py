@@ -17,10 +17,21 @@ import torch
 from torch import nn
 
 from rlinf_core.errors import ConfigError
-from rlinf_engines.model_check import check_model_path, check_tiny, max_positions
+from rlinf_engines.model_check import check_model_path, check_tiny, max_positions, vocabulary_size
 from rlinf_engines.seeds import derive_seed
 
-__all__ = ["export_model", "load_model", "load_tokenizer", "max_positions", "stop_ids", "torch_dtype"]
+__all__ = [
+    "empty_network",
+    "export_model",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "max_positions",
+    "named_weights",
+    "parameter_shapes",
+    "stop_ids",
+    "torch_dtype",
+]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 INIT_STD = 0.02
@@ -33,14 +44,19 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(model: Any, seed: int, dtype: torch.dtype | None = None) -> Any:
+def load_model(model: Any, seed: int, dtype: torch.dtype | None = None, role: str = "policy") -> Any:
     """A causal language model on the CPU, in evaluation mode, gradients off.
 
-    ``model`` is the config node; ``seed`` the root seed (read by the tiny model only); ``dtype`` replaces
-    ``model.dtype``. A path that is not a whole causal language model is refused by name.
+    ``model`` is the config node; ``seed`` the root seed (read by the tiny model and by the head of a critic);
+    ``dtype`` replaces ``model.dtype``. A path that is not a whole causal language model is refused by name.
+
+    ``role="critic"`` gives a token classifier with one output (``score``) on the same backbone, without dropout before
+    it: its ``logits`` [B, T, 1] are values. The head's weights are drawn from the seed, its bias is 0.
     """
     dtype = dtype or torch_dtype(model.dtype)
-    network = _tiny_model(model.tiny, seed) if model.path is None else _path_model(str(model.path), dtype)
+    network = _tiny_model(model.tiny, seed, role) if model.path is None else _path_model(str(model.path), dtype, role)
+    if role == "critic":
+        _new_score(network, seed)
     # Parameters only: rotary frequencies are buffers and stay as exact as they were made.
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -71,6 +87,7 @@ def load_tokenizer(model: Any) -> Any:
         from rlinf_engines.tokenizer import CharTokenizer
 
         tokenizer = CharTokenizer(characters, model_max_length=tokenizer.model_max_length)
+    _check_vocabulary(path, tokenizer)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path: {path} has a tokenizer without an end token (eos_token); name one")
     if tokenizer.pad_token_id is None:
@@ -96,6 +113,15 @@ def named_weights(network: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor.detach()
 
 
+def empty_network(config: Any, role: str = "policy") -> Any:
+    """The Hugging Face network of a config without memory for its weights (on the ``meta`` device)."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    kind = AutoModelForTokenClassification if role == "critic" else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
 def load_config(path: str) -> Any:
     """The Hugging Face config of a model directory."""
     from transformers import AutoConfig
@@ -105,10 +131,7 @@ def load_config(path: str) -> Any:
 
 def parameter_shapes(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(name -> shape of each weight, tied name -> the one that stands for it) without allocating any."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+    network = empty_network(config)
     first: dict[int, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
@@ -121,15 +144,24 @@ def parameter_shapes(config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str,
     return shapes, aliases
 
 
-def export_model(network: Any, tokenizer: Any, path: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face directory (config, safetensors, tokenizer): aside first, renamed when whole."""
+def export_model(
+    network: Any,
+    tokenizer: Any,
+    path: Path,
+    dtype: torch.dtype | None = None,
+    state: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a Hugging Face directory (config, safetensors, tokenizer): aside first, renamed when whole.
+
+    ``state`` stands for the network's own weights (which may then be empty); ``dtype`` is the format to write.
+    """
     target = Path(path)
     aside = target.with_name(f".{target.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
     own = network.config.dtype
     state = {
         name: tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in network.state_dict().items()
+        for name, tensor in (network.state_dict() if state is None else state).items()
     }
     _quiet()
     try:
@@ -166,25 +198,23 @@ def _refuse(problems: list[str]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _tiny_model(tiny: Any, seed: int) -> Any:
-    _refuse(check_tiny(tiny))
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _check_vocabulary(path: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer that gives ids which the model has no embedding for."""
+    size = vocabulary_size(path)
+    highest = max(tokenizer.get_vocab().values())
+    if size is not None and highest >= size:
+        raise ConfigError(
+            f"model.path: {path} has a tokenizer with ids up to {highest} "
+            f"({tokenizer.convert_ids_to_tokens(highest)!r}) and a model for {size} tokens (ids up to {size - 1}); "
+            "they do not belong together"
+        )
 
-    config = Qwen2Config(
-        vocab_size=len(tiny.characters) + 2,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.intermediate_size,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.kv_heads,
-        max_position_embeddings=tiny.max_positions,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        attn_implementation="sdpa",
-    )
+
+def _tiny_model(tiny: Any, seed: int, role: str) -> Any:
+    _refuse(check_tiny(tiny))
+    config, policy, critic = _tiny_kind(tiny)
     with torch.random.fork_rng(devices=[]):  # the library draws weights that are replaced below
-        network = Qwen2ForCausalLM(config)
+        network = (critic if role == "critic" else policy)(config)
     # A generator of our own: neither the library's initialisation nor other threads change the weights.
     generator = torch.Generator().manual_seed(derive_seed(seed, "model"))
     with torch.no_grad():
@@ -197,26 +227,73 @@ def _tiny_model(tiny: Any, seed: int) -> Any:
     return network
 
 
-def _path_model(path: str, dtype: torch.dtype) -> Any:
+def _tiny_kind(tiny: Any) -> tuple[Any, Any, Any]:
+    """(config, class of a policy, class of a critic) of the tiny model's family."""
+    import transformers
+
+    sizes = {
+        "vocab_size": len(tiny.characters) + 2,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.intermediate_size,
+        "num_hidden_layers": tiny.layers,
+        "num_attention_heads": tiny.heads,
+        "num_key_value_heads": tiny.kv_heads,
+        "max_position_embeddings": tiny.max_positions,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "attn_implementation": "sdpa",
+        "classifier_dropout": 0.0,
+        "num_labels": 1,
+    }
+    if tiny.family == "llama":
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
+        return config, transformers.LlamaForCausalLM, transformers.LlamaForTokenClassification
+    config = transformers.Qwen2Config(**sizes, tie_word_embeddings=True)
+    return config, transformers.Qwen2ForCausalLM, transformers.Qwen2ForTokenClassification
+
+
+def _new_score(network: Any, seed: int) -> None:
+    """Draw the head of a critic, and let nothing be dropped before it."""
+    network.dropout.p = 0.0
+    generator = torch.Generator().manual_seed(derive_seed(seed, "critic"))
+    with torch.no_grad():
+        weight = torch.empty(network.score.weight.shape).normal_(0.0, INIT_STD, generator=generator)
+        network.score.weight.copy_(weight)
+        if network.score.bias is not None:
+            network.score.bias.zero_()
+
+
+def _path_model(path: str, dtype: torch.dtype, role: str) -> Any:
     path = str(Path(path).expanduser())
     _refuse(check_model_path(path))
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers.utils import logging
 
     _quiet()
+    kind = AutoModelForTokenClassification if role == "critic" else AutoModelForCausalLM
+    extra = {"num_labels": 1, "classifier_dropout": 0.0} if role == "critic" else {}
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of weights that are new or not used: what matters is checked below
     try:
-        network, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, attn_implementation="sdpa", output_loading_info=True
+        network, info = kind.from_pretrained(
+            path, dtype=dtype, local_files_only=True, attn_implementation="sdpa", output_loading_info=True, **extra
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path: {path} does not load as a causal language model: {error}") from error
+        what = "critic (a token classifier)" if role == "critic" else "causal language model"
+        raise ConfigError(f"model.path: {path} does not load as a {what}: {error}") from error
+    finally:
+        logging.set_verbosity(level)
     # Missing weights would be drawn at random without a word.
-    missing = sorted(info["missing_keys"])
+    missing = sorted(name for name in info["missing_keys"] if role != "critic" or not name.startswith("score."))
     if missing:
         raise ConfigError(
             f"model.path: {path} lacks {len(missing)} of the model's weights, first {missing[0]}; "
             "its files do not belong to its config.json, or are not all there"
         )
+    if role == "critic" and not (hasattr(network, "score") and hasattr(network, "dropout")):
+        raise ConfigError(f"model.path: {type(network).__name__} has no head `score` and cannot be a critic")
     return network
 
 

@@ -9,6 +9,7 @@ Legend: B sequences, V vocabulary entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,9 @@ import torch
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import SamplingParams
 from rlinf_engines.seeds import derive_seed
+
+# Entries of a vocabulary that are summed together, and the fewest that are worth it.
+BLOCK, MIN_BLOCK = 256, 32
 
 
 def _signed(value: int) -> int:
@@ -107,18 +111,62 @@ def choose(
     temperature, ``log_softmax(logits / temperature)``, which a trainer recomputes: top-k and top-p decide
     what can be drawn and leave the log-prob as it is. A greedy row takes the most likely token (the
     lowest id of equal ones); its log-prob is taken at temperature 1.
+
+    Large vocabularies are computed in float32 with float64 sums, unless the logits are float64.
     """
     any_greedy = bool(greedy_B.any())
+    most_B = logits_BV.argmax(dim=-1) if any_greedy else None
+    if most_B is not None and bool(greedy_B.all()):
+        logps_BV = log_distribution(logits_BV, 1.0)
+        return most_B, logps_BV.gather(-1, most_B.unsqueeze(-1)).squeeze(-1)
+    temperature: torch.Tensor | float = sampling.temperature
     if any_greedy:
-        temperature_B = torch.where(greedy_B, 1.0, sampling.temperature).to(torch.float64)
-        logps_BV = torch.log_softmax(logits_BV.to(torch.float64) / temperature_B.unsqueeze(-1), dim=-1)
-    else:
-        logps_BV = log_distribution(logits_BV, sampling.temperature)
-    if any_greedy and bool(greedy_B.all()):
-        tokens_B = logits_BV.argmax(dim=-1)
-    else:
-        probs_BV = truncate(logps_BV.exp(), sampling.top_k, sampling.top_p)
-        tokens_B = inverse_cdf(probs_BV, uniform_B)
-        if any_greedy:
-            tokens_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), tokens_B)
+        temperature = torch.where(greedy_B, 1.0, sampling.temperature).to(torch.float64).unsqueeze(-1)
+    whole = not sampling.top_k and sampling.top_p >= 1.0
+    if whole and logits_BV.dtype != torch.float64 and logits_BV.shape[-1] > BLOCK:
+        return _choose_in_blocks(logits_BV, uniform_B, most_B, greedy_B, temperature)
+    logps_BV = torch.log_softmax(logits_BV.to(torch.float64) / temperature, dim=-1)
+    tokens_B = inverse_cdf(truncate(logps_BV.exp(), sampling.top_k, sampling.top_p), uniform_B)
+    if most_B is not None:
+        tokens_B = torch.where(greedy_B, most_B, tokens_B)
     return tokens_B, logps_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+
+
+def _choose_in_blocks(
+    logits_BV: torch.Tensor,
+    uniform_B: torch.Tensor,
+    most_B: torch.Tensor | None,
+    greedy_B: torch.Tensor,
+    temperature: torch.Tensor | float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``choose`` over the whole distribution: the block of the vocabulary that the uniform number falls into first,
+    then the token in it. One exponential per entry and no float64 pass over the vocabulary."""
+    logits_BV = logits_BV.float()
+    rows, vocabulary = logits_BV.shape
+    if isinstance(temperature, torch.Tensor):
+        weights_BV = logits_BV / temperature.float()
+    else:
+        weights_BV = logits_BV / temperature if temperature != 1.0 else logits_BV
+    top_B1 = weights_BV.amax(dim=-1, keepdim=True)
+    weights_BV = (weights_BV - top_B1).exp_()
+    block = math.gcd(vocabulary, BLOCK)
+    if block < MIN_BLOCK:
+        block = BLOCK
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, -vocabulary % BLOCK))
+    blocks_BNK = weights_BV.view(rows, -1, block)
+    cdf_BN = blocks_BNK.sum(-1).to(torch.float64).cumsum(-1)
+    total_B = cdf_BN[:, -1]
+    point_B1 = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B))).unsqueeze(-1)
+    # A row of NaN, which callers refuse, finds no index.
+    block_B1 = torch.searchsorted(cdf_BN, point_B1, right=True).clamp(max=cdf_BN.shape[-1] - 1)
+    before_B1 = torch.where(block_B1 > 0, cdf_BN.gather(-1, (block_B1 - 1).clamp(min=0)), 0.0)
+    inner_BK = blocks_BNK.gather(1, block_B1.unsqueeze(-1).expand(rows, 1, block)).squeeze(1).to(torch.float64)
+    inner_BK = inner_BK.cumsum(-1)
+    last_B1 = inner_BK[:, -1:]
+    rest_B1 = torch.minimum(point_B1 - before_B1, torch.nextafter(last_B1, torch.zeros_like(last_B1)))
+    inner_B1 = torch.searchsorted(inner_BK, rest_B1, right=True).clamp(max=block - 1)
+    tokens_B = (block_B1 * block + inner_B1).squeeze(-1)
+    if most_B is not None:
+        tokens_B = torch.where(greedy_B, most_B, tokens_B)
+    chosen_B1 = logits_BV.gather(-1, tokens_B.clamp(max=vocabulary - 1).unsqueeze(-1)).to(torch.float64) / temperature
+    return tokens_B, (chosen_B1 - top_B1).squeeze(-1) - total_B.log()

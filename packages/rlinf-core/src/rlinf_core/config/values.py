@@ -140,7 +140,8 @@ def apply(root: DictConfig, schema: Schema, recipe: RecipeSource, override: Over
         del _get(root, parent)[key]
         return
     typed = slot is not None and unwrap(slot.hint)[0] is not UNTYPED
-    if slot is None or (not typed and not _exists(root, path)):
+    declared = typed or _exists(root, path) or (bool(parent) and schema.is_open(parent))
+    if slot is None or not declared:
         _unknown_key(root, schema, recipe, path)
     value = override.value()
     if override.is_sweep_override():

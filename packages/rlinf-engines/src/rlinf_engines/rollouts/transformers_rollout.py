@@ -51,11 +51,13 @@ class TransformersRollout:
 
         from rlinf_engines.models import load_model, load_tokenizer, max_positions, stop_ids
         from rlinf_engines.offload import DeviceStore
+        from rlinf_engines.rollouts.decoding import use_grouped_attention
 
         torch.set_num_threads(parallel.threads)
         self._device = torch.device(parallel.device)
         self.tokenizer = load_tokenizer(model)
         self.model = load_model(model, seed).to(self._device)
+        use_grouped_attention(self.model)
         self._stop = stop_ids(self.model, self.tokenizer)
         self._max_positions = max_positions(model)
         self._max_num_seqs = int(self.cfg.max_num_seqs)
@@ -64,9 +66,11 @@ class TransformersRollout:
     def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
         """Yield responses as they finish, in any order; the checks run before the first is drawn."""
         from rlinf_engines.rollouts.requests import check_requests
+        from rlinf_engines.rollouts.stop_strings import check_stop
         from rlinf_engines.sampling import check_sampling
 
         check_sampling(sampling)
+        check_stop(sampling.stop)
         check_requests(requests, sampling, self._max_positions, self.model.config.vocab_size)
         # Neighbours of equal length waste no padding, and equal prompts are prefilled once.
         ordered = sorted(requests, key=lambda r: (len(r.prompt_ids), r.prompt_ids))
@@ -116,7 +120,7 @@ class TransformersRollout:
 
         yield from state_tensors(self.model)
         for cache in self._caches:
-            for layer in cache.layers:
+            for layer in cache.layers:  # what they view is the whole buffer
                 yield from (value for value in vars(layer).values() if isinstance(value, torch.Tensor))
 
     def _check_loaded(self, what: str) -> None:
@@ -130,6 +134,7 @@ class TransformersRollout:
     def _decode(self, requests: list[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
         import torch
 
+        from rlinf_engines.rollouts.stop_strings import StopStrings
         from rlinf_engines.sampling import choose, request_streams, uniforms
 
         device = self._device
@@ -138,7 +143,9 @@ class TransformersRollout:
         tokens: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         versions: list[list[int]] = [[] for _ in requests]
+        watches = [StopStrings(self.tokenizer, sampling.stop) for _ in requests]
         done: list[bool] = [False] * len(requests)
+        reasons = ["length"] * len(requests)
         streams_B = request_streams(sampling.seed, [r.key for r in requests]).to(device)
         greedy_B = torch.tensor([r.greedy for r in requests], device=device)
         stop = frozenset(self._stop) | frozenset(sampling.stop_token_ids)
@@ -160,14 +167,16 @@ class TransformersRollout:
                 tokens[i].append(token)
                 logprobs[i].append(logp)
                 versions[i].append(self.version)
-                if last or token in stop:
-                    done[i] = True
-                    finished.append(i)
+                if token in stop or watches[i].push(token):
+                    reasons[i] = "stop"
+                elif not last:
+                    continue
+                done[i] = True
+                finished.append(i)
             alive -= len(finished)
             # Weights may be replaced while we are suspended here: each token records its own version.
             for i in finished:
-                reason = "stop" if tokens[i][-1] in stop else "length"
-                yield Generated(requests[i].id, tokens[i], logprobs[i], versions[i], reason)
+                yield Generated(requests[i].id, tokens[i], logprobs[i], versions[i], reasons[i])
             if alive == 0:
                 return
             if alive <= COMPACT_BELOW * len(rows):
@@ -185,7 +194,8 @@ class TransformersRollout:
     def _prefill(self, requests: list[GenerateRequest]) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
         """(logits [B, V], cache, mask [B, P], position of the next token [B]) of the prompts."""
         import torch
-        from transformers import DynamicCache
+
+        from rlinf_engines.rollouts.decoding import growing_cache
 
         unique: dict[tuple[int, ...], int] = {}
         row_of = [unique.setdefault(tuple(r.prompt_ids), len(unique)) for r in requests]
@@ -197,7 +207,7 @@ class TransformersRollout:
             mask_UP[row, width - len(prompt) :] = 1
         position_UP = (mask_UP.cumsum(dim=1) - 1).clamp(min=0)
         ids_UP, mask_UP, position_UP = (t.to(self._device) for t in (ids_UP, mask_UP, position_UP))
-        cache = DynamicCache(config=self.model.config)
+        cache = growing_cache(self.model.config)
         self._caches.add(cache)
         logits_UV = self._forward(ids_UP, mask_UP, position_UP, cache)
         next_U = position_UP[:, -1] + 1

@@ -1,7 +1,9 @@
-"""Exact checkpoints of the torch trainer: a directory that is written aside and renamed when whole.
+"""Exact checkpoints: a directory that is written aside and renamed when whole.
 
-``state.pt`` holds weights, optimizer state, step counter and each rank's RNG; ``meta.json``, written last,
-names the model (a fingerprint of names, shapes and formats) and the size of ``state.pt``.
+``state.pt`` holds weights and optimizer state whole, under Hugging Face names, the step counter, and each rank's random
+numbers. Nothing in it depends on how the state was split, so any number of ranks, sharding or backend that gives and
+takes it (``TrainerBase._whole_state``, ``_install_state``) can go on from it. ``meta.json``, written last, names the
+role, the model (names, shapes and number formats of its weights) and the size of ``state.pt``.
 """
 
 from __future__ import annotations
@@ -16,75 +18,94 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlinf_core.errors import ConfigError
-from rlinf_engines.models import named_weights, replace_directory
+from rlinf_engines.models import replace_directory
 from rlinf_engines.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from rlinf_engines.trainers.torch_trainer import TorchTrainer
+    from rlinf_engines.trainers.base import TrainerBase
 
-FORMAT = 1
+FORMAT = 2
 
 
-def save(trainer: TorchTrainer, path: Path) -> None:
-    """Write the trainer's state to the directory ``path`` (rank 0 writes; collective)."""
-    rngs = _gather_rng(trainer)
+def save(trainer: TrainerBase, path: Path) -> None:
+    """Write the trainer's state to the directory ``path``: rank 0 writes; an error there is one on every rank.
+
+    Collective. Host memory for the whole state is needed on rank 0.
+    """
+    state = trainer._whole_state()
+    rngs = trainer._ranks().everyone(trainer._rng_state(), "saving random numbers")
+    own = trainer._fingerprint()
+    failure: Exception | None = None
     if trainer.parallel.rank == 0:
-        aside = path.with_name(f".{path.name}.part")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        with (aside / "state.pt").open("wb") as file:
-            torch.save(
-                {
-                    "weights": dict(named_weights(trainer.model)),
-                    "optimizer": trainer.optimizer.state_dict(),
-                    "steps_done": trainer.steps_done,
-                    "rngs": rngs,
-                },
-                file,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        meta = {
-            "format": FORMAT,
-            "bytes": (aside / "state.pt").stat().st_size,
-            "weights": _fingerprint(trainer.model),
-        }
-        (aside / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        replace_directory(aside, path)
-    trainer.barrier()
+        try:
+            _write(path, {**(state or {}), "steps_done": trainer.steps_done, "rngs": rngs}, trainer.role, own)
+        except Exception as error:  # raised by ``_agree`` on every rank
+            failure = error
+    trainer._agree(failure, f"saving the checkpoint {path}")
 
 
-def load(trainer: TorchTrainer, path: Path) -> None:
-    """Restore the state at ``path`` on every rank; refuses, before it changes anything, what is not whole
-    or belongs to another model."""
-    _check(trainer, path)
+def load(trainer: TrainerBase, path: Path) -> None:
+    """Restore the state at ``path`` on every rank; refuses, before it changes anything anywhere, what is not whole or
+    belongs to another model. Collective; every rank reads the directory.
+
+    With the ranks that saved, random numbers go on where they were; with another number of ranks new ones begin.
+    """
+    failure: Exception | None = None
+    state: dict[str, Any] = {}
+    own = trainer._fingerprint()
     try:
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"checkpoint {path} cannot be read: {error}") from error
-    with torch.no_grad():
-        for name, tensor in named_weights(trainer.model):
-            tensor.copy_(state["weights"][name])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.optimizer.zero_grad(set_to_none=True)
+        _check(path, trainer.role, own)
+        state = _read(path)
+    except Exception as error:  # raised by ``_agree`` on every rank
+        failure = error
+    trainer._agree(failure, f"loading the checkpoint {path}")
+    trainer._install_state(state)
     trainer.steps_done = int(state["steps_done"])
-    _restore_rng(trainer, state["rngs"])
+    if len(state["rngs"]) == trainer.parallel.world_size:
+        trainer._set_rng_state(state["rngs"][trainer.parallel.rank])
+    else:
+        torch.manual_seed(derive_seed(trainer._seed, "resumed", trainer.steps_done, trainer.replica))
     trainer.barrier()
 
 
-def _check(trainer: TorchTrainer, path: Path) -> None:
+def _write(path: Path, state: dict[str, Any], role: str, fingerprint: dict[str, str]) -> None:
+    aside = path.with_name(f".{path.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    with (aside / "state.pt").open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    meta = {
+        "format": FORMAT,
+        "role": role,
+        "steps_done": state["steps_done"],
+        "ranks": len(state["rngs"]),
+        "bytes": (aside / "state.pt").stat().st_size,
+        "weights": fingerprint,
+    }
+    with (aside / "meta.json").open("w", encoding="utf-8") as text:
+        json.dump(meta, text)
+        text.flush()
+        os.fsync(text.fileno())
+    replace_directory(aside, path)
+
+
+def _check(path: Path, role: str, own: dict[str, str]) -> None:
     if not path.is_dir():
         raise ConfigError(f"checkpoint {path} does not exist")
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         size = (path / "state.pt").stat().st_size
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {path} is not whole: {error}") from error
-    if meta.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint {path} has format {meta.get('format')}, this trainer reads {FORMAT}")
-    if size != meta["bytes"]:
-        raise ConfigError(f"checkpoint {path} is not whole: state.pt has {size} of {meta['bytes']} bytes")
-    own, theirs = _fingerprint(trainer.model), meta["weights"]
+        kind, whole, theirs = meta["format"], meta["bytes"], meta["weights"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"checkpoint {path} is not whole: {type(error).__name__}: {error}") from error
+    if kind != FORMAT:
+        raise ConfigError(f"checkpoint {path} has format {kind}, this trainer reads {FORMAT}")
+    if size != whole:
+        raise ConfigError(f"checkpoint {path} is not whole: state.pt has {size} of {whole} bytes")
+    if meta.get("role") != role:
+        raise ConfigError(f"checkpoint {path} is one of a {meta.get('role')}; this trainer's role is {role}")
     for name in sorted(own.keys() | theirs.keys()):
         if own.get(name) != theirs.get(name):
             raise ConfigError(
@@ -93,29 +114,13 @@ def _check(trainer: TorchTrainer, path: Path) -> None:
             )
 
 
-def _fingerprint(model: Any) -> dict[str, str]:
-    return {n: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for n, t in named_weights(model)}
-
-
-def _gather_rng(trainer: TorchTrainer) -> list[dict[str, torch.Tensor]]:
-    mine = {"cpu": torch.get_rng_state()}
-    if trainer._device.type == "cuda":
-        mine["cuda"] = torch.cuda.get_rng_state(trainer._device)
-    if trainer.parallel.world_size == 1:
-        return [mine]
-    import torch.distributed as dist
-
-    everyone: list[dict[str, torch.Tensor]] = [{} for _ in range(trainer.parallel.world_size)]
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _restore_rng(trainer: TorchTrainer, rngs: list[dict[str, torch.Tensor]]) -> None:
-    if len(rngs) != trainer.parallel.world_size:
-        # Another number of ranks cannot continue the same streams; begin new ones that no step has used.
-        torch.manual_seed(derive_seed(trainer._seed, "resumed", trainer.steps_done, trainer.parallel.rank))
-        return
-    mine = rngs[trainer.parallel.rank]
-    torch.set_rng_state(mine["cpu"])
-    if trainer._device.type == "cuda" and "cuda" in mine:
-        torch.cuda.set_rng_state(mine["cuda"], trainer._device)
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        # Mapped, not read: a rank touches the parts that it takes.
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"checkpoint {path} cannot be read: {error}") from error
+    missing = {"weights", "optimizer", "steps_done", "rngs"} - state.keys()
+    if missing:
+        raise ConfigError(f"checkpoint {path} lacks {', '.join(sorted(missing))}")
+    return state

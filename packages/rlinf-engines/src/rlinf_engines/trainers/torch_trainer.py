@@ -1,117 +1,42 @@
 """Trainer backend ``torch``: AdamW over any Hugging Face causal LM, one process or data parallel.
 
-Each rank holds the whole model. Gradients of loss *sums* accumulate on every rank; ``step`` adds them over the
-ranks once, in a fixed order, and divides by the global count, so ranks may have different numbers of
-micro-batches and the result does not depend on how samples were split, up to floating-point order.
+Gradients of loss *sums* accumulate; ``step`` divides once by the global count, so ranks may have different numbers of
+micro-batches and the result does not depend on how samples were split, up to floating-point order. With
+``sharding: ddp`` each rank holds the whole model and gradients are added over ranks once, in ``step``. With ``fsdp2``
+(torch's ``fully_shard``) each rank holds a part of weights, gradients and optimizer state (``sharded.py``).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlinf_core.errors import ConfigError, NonFiniteError, RLinfError
-from rlinf_core.types import Batch, ForwardFn, LossFn, ParallelInfo, StepInfo
-from rlinf_engines.trainers.schedule import learning_rate
+from rlinf_core.errors import ConfigError
+from rlinf_core.types import StepInfo
+from rlinf_engines.trainers.base import TrainerBase
 
 if TYPE_CHECKING:
     import torch
 
-    from rlinf_engines.offload import DeviceStore
 
-
-class TorchTrainer:
+class TorchTrainer(TrainerBase):
     """One rank of the ``torch`` backend (see ``rlinf_core.types.Trainer``).
 
-    ``model.dtype: bfloat16`` keeps float32 master weights and computes the forward in bfloat16 (autocast);
-    ``weights`` and ``export`` give bfloat16. float32 and float64 hold and compute in that format.
-
-    Between ``offload`` and ``onload`` nothing works but ``reduce``, ``barrier`` and ``close``; all else is refused.
+    ``model.dtype: bfloat16`` keeps float32 master weights and computes the forward in bfloat16 (autocast; with
+    ``fsdp2`` the gathered weights are bfloat16); ``weights`` and ``export`` give bfloat16. float32 and float64 hold and
+    compute in that format.
     """
 
-    requires: tuple[str, ...] = ("transformers", "tokenizers", "safetensors")
-
-    def __init__(self, cfg: Any) -> None:
-        self.cfg = cfg
-        self.tokenizer: Any = None
-        self.model: Any = None
-        self.steps_done = 0
-        self._store: DeviceStore | None = None
+    memory_knobs = (
+        "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing=true, or with several ranks "
+        "trainer.sharding=fsdp2"
+    )
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """The most padded tokens that a micro-batch should have; who cuts the batch reads it."""
-        return int(self.cfg.micro_batch_tokens)
-
-    def setup(self, model: Any, forward_fn: ForwardFn, parallel: ParallelInfo, *, seed: int) -> None:
-        """Build model and optimizer. ``model`` is the config node, ``seed`` the root seed.
-
-        With ``world_size`` above 1 this opens torch.distributed's default group (gloo on a CPU, nccl on a
-        GPU) and copies rank 0's weights to the others; a peer that does not come within
-        ``parallel.timeout_s`` is an error.
-        """
-        import torch
-
-        from rlinf_engines.models import load_model, load_tokenizer, torch_dtype
-        from rlinf_engines.offload import DeviceStore
-        from rlinf_engines.seeds import derive_seed
-
-        torch.set_num_threads(parallel.threads)
-        self.parallel = parallel
-        self._seed = seed
-        self._forward_fn = forward_fn
-        self._device = torch.device(parallel.device)
-        self._dtype = torch_dtype(model.dtype)
-        master = torch.float32 if self._dtype == torch.bfloat16 else self._dtype
-        self.tokenizer = load_tokenizer(model)
-        self.model = load_model(model, seed, master).to(self._device)
-        self.model.requires_grad_(True)
-        self.model.config.use_cache = False
-        if self._dtype == torch.bfloat16:
-            _forward_in_bfloat16(self.model, self._device.type)
-        if parallel.world_size > 1:
-            self._join_group()
-        self._new_optimizer()
-        self._store = DeviceStore("trainer", self._device, self._state, parallel.threads)
-        # For what a forward may draw (dropout); ranks see different samples and draw different numbers.
-        torch.manual_seed(derive_seed(seed, "trainer", parallel.rank))
-
-    def restart_optimizer(self, cfg: Any) -> None:
-        """Begin another phase: a fresh optimizer and schedule from the node ``cfg``, the weights kept."""
-        self._check_loaded("restart_optimizer")
-        self.cfg = cfg
-        self._new_optimizer()
-
-    def logprobs(self, batch: Batch) -> Any:
-        """``forward_fn`` without gradients, in evaluation mode (dropout off)."""
-        import torch
-
-        self._check_loaded("logprobs")
-        self.model.eval()
-        with torch.no_grad():
-            return self._forward_fn(self.model, self._to_device(batch))
-
-    def accumulate(self, batch: Batch, loss_fn: LossFn) -> tuple[float, float, dict[str, float]]:
-        """Forward and backward of one micro-batch; returns (loss sum, count, metric sums) of this rank.
-
-        Gradients of the loss sum add up until ``step``. A loss that is NaN or infinite raises
-        ``NonFiniteError`` before anything is added.
-        """
-        self._check_loaded("accumulate")
-        self.model.train()
-        batch = self._to_device(batch)
-        outputs = self._forward_fn(self.model, batch)
-        loss, count, metrics = loss_fn(outputs, batch)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise NonFiniteError(f"loss sum is {value} at optimizer step {self.steps_done}{_ids_of(batch)}")
-        if loss.requires_grad:  # a micro-batch in which everything is masked has no gradient
-            loss.backward()
-        return value, float(count), {name: float(total) for name, total in metrics.items()}
+    def sharded(self) -> bool:
+        """Whether this rank holds a part of the state only."""
+        return str(self.cfg.sharding) == "fsdp2" and self.parallel.world_size > 1
 
     def step(self, count: float) -> StepInfo:
         """Add gradients over ranks, divide by ``count``, clip, update, zero. Collective.
@@ -119,48 +44,30 @@ class TorchTrainer:
         ``count`` is the global one (see ``reduce``). A gradient that is NaN or infinite raises
         ``NonFiniteError`` on every rank, naming the parameter, before anything is updated.
         """
-        import torch
-
         self._check_loaded("step")
-        if not (count > 0 and math.isfinite(count)):
-            raise RLinfError(f"trainer.step: count is {count}; a step needs at least one counted token or sample")
-        flat = self._summed_gradients()
-        flat.div_(count)
-        grad_norm = float(torch.linalg.vector_norm(flat))
-        if not math.isfinite(grad_norm):
-            self._name_bad_gradient()
-        clip = float(self.cfg.grad_clip)
-        if clip > 0.0 and grad_norm > clip:
-            flat.mul_(clip / (grad_norm + 1e-12))
-        lr = learning_rate(self.cfg, self.steps_done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.check_count(count)
+        with self.memory_guard("step"):
+            norm = self._averaged_gradients(count)
+            if not math.isfinite(norm):
+                error = self.bad_gradient((n, _local(p.grad)) for n, p in self.model.named_parameters())
+                self.optimizer.zero_grad(set_to_none=True)
+                raise error
+            lr = self.learning_rate()
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps_done += 1
-        return StepInfo(grad_norm=grad_norm, lr=lr)
+        return StepInfo(grad_norm=norm, lr=lr)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Copies of the gradient sums that this rank has accumulated since the last step, by name."""
+        """Copies of the gradient sums since the last step, by name: this rank's own; with ``fsdp2`` whole ones, added
+        over ranks (collective)."""
         self._check_loaded("gradients")
-        return {n: p.grad.detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
-
-    def reduce(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over ranks, in float64. Collective; the ranks may have different names."""
-        if self.parallel.world_size == 1:
-            return dict(values)
-        import torch.distributed as dist
-
-        everyone: list[dict[str, float]] = [{} for _ in range(self.parallel.world_size)]
-        dist.all_gather_object(everyone, dict(values))
-        total: dict[str, float] = {}
-        for mine in everyone:  # in rank order, the same on every rank
-            for name, value in mine.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
+        return {n: _whole(p.grad).detach().clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters under Hugging Face names in ``model.dtype``, tied ones once.
+        """Whole parameters under Hugging Face names in ``model.dtype``, tied ones once. Collective with ``fsdp2``.
 
         The tensors are the live ones where the format allows: use them before the next ``step`` or ``offload``.
         """
@@ -168,93 +75,36 @@ class TorchTrainer:
 
         for name, tensor in named_weights(self.model):
             self._check_loaded("weights")
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            whole = _whole(tensor)
+            yield name, whole.to(self.dtype) if whole.is_floating_point() else whole
 
-    def onload(self) -> None:
-        """Bring weights, gradients and optimizer state back to the device, bit-equal (see ``DeviceStore``)."""
-        if self._store is not None:
-            self._store.onload()
-
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer state to host memory; any time between two calls."""
-        if self._store is not None:
-            self._store.offload()
-
-    def save(self, path: Path) -> None:
-        """Write the exact state (weights, optimizer, schedule, RNG of every rank). Collective.
-
-        Call between steps: accumulated gradients are not part of the state.
-        """
-        from rlinf_engines.trainers import checkpoint
-
-        self._check_loaded("save")
-        checkpoint.save(self, Path(path))
-
-    def load(self, path: Path) -> None:
-        """Restore what ``save`` wrote; half-written ones and other models' are refused by name."""
-        from rlinf_engines.trainers import checkpoint
-
-        self._check_loaded("load")
-        checkpoint.load(self, Path(path))
-
-    def export(self, path: Path) -> None:
-        """Write a Hugging Face directory (config, safetensors, tokenizer); rank 0 writes. Collective."""
-        from rlinf_engines.models import export_model
-
-        self._check_loaded("export")
-        if self.parallel.rank == 0:
-            export_model(self.model, self.tokenizer, Path(path), self._dtype)
-        self.barrier()
-
-    def close(self) -> None:
-        """Leave the process group, if this trainer opened one, and give host memory back."""
-        if self._store is not None:
-            self._store.close()
-        if self.parallel.world_size > 1:
-            import torch.distributed as dist
-
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.parallel.world_size > 1:
-            import torch.distributed as dist
-
-            dist.barrier()
-
-    def _join_group(self) -> None:
+    def _build(self, model: Any, role: str) -> None:
         import torch
         import torch.distributed as dist
 
-        place = self.parallel
-        if not place.init_method:
-            raise ConfigError(f"trainer: {place.world_size} ranks need parallel.init_method (file:// or tcp://)")
-        if dist.is_initialized():
-            raise RLinfError(
-                "trainer: this process is already in a torch.distributed group. Ranks of one trainer need a process "
-                "each: with cluster.debug=true give the trainer one rank"
-            )
-        cuda = self._device.type == "cuda"
-        if cuda and self._device.index is not None:
-            torch.cuda.set_device(self._device)
-        try:
-            dist.init_process_group(
-                "nccl" if cuda else "gloo",
-                init_method=place.init_method,
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timedelta(seconds=place.timeout_s),
-            )
-            with torch.no_grad():
-                for parameter in self.model.parameters():
+        from rlinf_engines.models import load_model
+        from rlinf_engines.trainers.attention import check_packing, use_packed_attention
+
+        if str(self.cfg.sharding) not in ("ddp", "fsdp2"):
+            raise ConfigError(f"trainer.sharding: {self.cfg.sharding!r} is unknown; choose ddp or fsdp2")
+        master = torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+        network = load_model(model, self._seed, master, role).requires_grad_(True)
+        if not self.sharded:
+            network.to(self.device)
+        use_packed_attention(network)
+        check_packing(network)
+        if self.cfg.activation_checkpointing:
+            checkpoint_activations(network)
+        if self.parallel.world_size > 1:
+            with self._ranks().talking("copying rank 0's weights"), torch.no_grad():
+                for parameter in network.parameters():
                     dist.broadcast(parameter, src=0)
-        except (RuntimeError, ValueError) as error:
-            self.close()
-            raise RLinfError(
-                f"trainer rank {place.rank} of {place.world_size}: joining the other ranks through "
-                f"{place.init_method} failed within {place.timeout_s:g} s: {error}"
-            ) from error
+        if self.sharded:
+            from rlinf_engines.trainers.sharded import shard
+
+            self.lockstep = True
+            shard(network, self.device, self.parallel.world_size, self.dtype)
+        self.model = network
 
     def _new_optimizer(self) -> None:
         import torch
@@ -271,73 +121,118 @@ class TorchTrainer:
             betas=(float(self.cfg.betas[0]), float(self.cfg.betas[1])),
             eps=float(self.cfg.eps),
         )
-        self.steps_done = 0
+
+    def _call(self, **inputs: Any) -> Any:
+        import torch
+
+        # Sharded weights are gathered in bfloat16 as they are.
+        enabled = self.dtype == torch.bfloat16 and not self.sharded
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
+            return self.model(**inputs)
+
+    def _averaged_gradients(self, count: float) -> float:
+        """Add gradients over ranks, divide by ``count``, clip; returns the norm before clipping."""
+        if self.sharded:
+            from rlinf_engines.trainers.sharded import average_and_clip
+
+            return average_and_clip(self.model, count, float(self.cfg.grad_clip), self._ranks())
+        import torch
+
+        flat = self._summed_gradients()
+        flat.div_(count)
+        norm = float(torch.linalg.vector_norm(flat))
+        clip = float(self.cfg.grad_clip)
+        if math.isfinite(norm) and 0.0 < clip < norm:
+            flat.mul_(clip / (norm + 1e-12))
+        return norm
 
     def _summed_gradients(self) -> torch.Tensor:
         """All gradients in one buffer, summed over ranks; each ``p.grad`` becomes a view of it."""
         import torch
+        import torch.distributed as dist
 
         parameters = list(self.model.parameters())
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
         if self.parallel.world_size > 1:
-            import torch.distributed as dist
-
-            try:
+            with self._ranks().talking(f"adding gradients at optimizer step {self.steps_done}"):
                 dist.all_reduce(flat)
-            except RuntimeError as error:
-                raise RLinfError(
-                    f"trainer rank {self.parallel.rank} of {self.parallel.world_size}: adding gradients at "
-                    f"optimizer step {self.steps_done} failed, a peer is gone or late: {error}"
-                ) from error
         start = 0
         for parameter in parameters:
             parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         return flat
 
-    def _name_bad_gradient(self) -> None:
+    def _whole_state(self) -> dict[str, Any] | None:
+        from rlinf_engines.models import named_weights
+
+        keep = self.parallel.rank == 0
+        weights: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in named_weights(self.model):
+            whole = _whole(tensor).cpu()
+            if keep:
+                weights[name] = whole
+        for name, parameter in self.model.named_parameters():
+            if parameter in self.optimizer.state:
+                state = {key: _whole(value).cpu() for key, value in self.optimizer.state[parameter].items()}
+                if keep:
+                    optimizer[name] = state
+        return {"weights": weights, "optimizer": optimizer} if keep else None
+
+    def _install_state(self, state: Mapping[str, Any]) -> None:
         import torch
 
-        bad = [n for n, p in self.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-        where = f"in {len(bad)} parameters, first {bad[0]}" if bad else "in its norm"
-        self.optimizer.zero_grad(set_to_none=True)
-        raise NonFiniteError(f"gradient is not finite {where} at optimizer step {self.steps_done}")
+        from rlinf_engines.models import named_weights
 
-    def _to_device(self, batch: Batch) -> Batch:
-        if self._device.type == "cpu":
-            return batch
-        import torch
+        with torch.no_grad():
+            for name, tensor in named_weights(self.model):
+                _local(tensor).copy_(self._part(tensor, state["weights"][name]))
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.state.clear()
+            for name, parameter in self.model.named_parameters():
+                for key, whole in state["optimizer"].get(name, {}).items():
+                    self.optimizer.state[parameter][key] = self._like(parameter, whole)
 
-        return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    def _part(self, target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of ``whole``, when it holds ``target``."""
+        if not _is_sharded(target):
+            return whole
+        from rlinf_engines.trainers.sharded import part_of
 
-    def _state(self) -> Iterator[torch.Tensor]:
-        from rlinf_engines.offload import state_tensors
+        return part_of(whole, self.parallel.rank, self.parallel.world_size)
 
-        return state_tensors(self.model, self.optimizer)
+    def _like(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Optimizer state from a checkpoint, split and placed as ``parameter``; the step counter stays on the CPU."""
+        if whole.dim() == 0:
+            return whole.clone()
+        part = self._part(parameter, whole).to(self.device, copy=True)
+        if not _is_sharded(parameter):
+            return part
+        from rlinf_engines.trainers.sharded import wrap_part
 
-    def _check_loaded(self, what: str) -> None:
-        if self._store is not None:
-            self._store.check(what)
+        return wrap_part(part, parameter)
 
-
-def _forward_in_bfloat16(model: Any, device_type: str) -> None:
-    """Let the model compute in bfloat16 and give float32 logits, so that log-probs are not rounded to 8 bits."""
-    import torch
-
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=torch.bfloat16):
-            outputs = forward(*args, **kwargs)
-        if outputs.logits is not None:
-            outputs.logits = outputs.logits.float()
-        return outputs
-
-    model.forward = autocast_forward
+    def _device_tensors(self) -> Iterator[torch.Tensor]:
+        return (_local(tensor) for tensor in super()._device_tensors())
 
 
-def _ids_of(batch: Batch) -> str:
-    """The ids of a micro-batch's samples for a message, when it carries them."""
-    ids = batch.get("ids")
-    return f" in the micro-batch of {', '.join(map(str, list(ids)[:8]))}" if ids else ""
+def checkpoint_activations(network: Any) -> None:
+    """Let each block of a Hugging Face model keep its input only, and run again in the backward."""
+    try:
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"trainer.activation_checkpointing: {error}; set it to false") from error
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Any) -> Any:
+    """A tensor of which each rank may have a part. Collective then."""
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor, or the tensor."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor

@@ -59,20 +59,10 @@ def check_jsonl(path: str, template: str, root: Any) -> list[str]:
     return []
 
 
-def check_grpo(root: Any) -> list[str]:
-    """Impossible combinations of a GRPO recipe."""
+def check_recipe(root: Any) -> list[str]:
+    """Impossible combinations of a recipe's own keys."""
     problems = []
-    algorithm, sampling, warm = root.algorithm, root.sampling, root.warm_start
-    if algorithm.group_size < 2:
-        problems.append(
-            f"algorithm.group_size: {algorithm.group_size} leaves no other response to compare with, every advantage "
-            "would be 0; use at least 2"
-        )
-    if root.prompts_per_step % algorithm.minibatches:
-        problems.append(
-            f"prompts_per_step: {root.prompts_per_step} is not a multiple of algorithm.minibatches="
-            f"{algorithm.minibatches}; try {_multiple(root.prompts_per_step, algorithm.minibatches)}"
-        )
+    sampling, warm = root.sampling, root.warm_start
     if warm.max_steps and warm.problems < warm.held_out + warm.batch_size:
         problems.append(
             f"warm_start.problems: {warm.problems} is less than warm_start.held_out={warm.held_out} + "
@@ -87,7 +77,3 @@ def check_grpo(root: Any) -> list[str]:
             f"{root.model.tiny.max_positions} positions (model.tiny.max_positions)"
         )
     return problems
-
-
-def _multiple(value: int, of: int) -> int:
-    return max(of, value // of * of)

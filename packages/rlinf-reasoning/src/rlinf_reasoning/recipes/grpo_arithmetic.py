@@ -2,6 +2,7 @@
 
     rlinf run reasoning/grpo_arithmetic
     rlinf run reasoning/grpo_arithmetic plan=spatial rollout=vllm task=jsonl task.path=problems.jsonl reward=math
+    rlinf run reasoning/async_arithmetic plan=spatial
 
 After DeepSeekMath (arXiv 2402.03300), with these departures:
 
@@ -11,13 +12,20 @@ After DeepSeekMath (arXiv 2402.03300), with these departures:
   averages over each response first (``sequence_mean_of_token_means``).
 - Two optimizer steps per batch (``algorithm.minibatches``), and the importance ratio is taken against the rollout
   engine's own log-probs, so that it also covers the engine's numerical differences.
+
+``reasoning/async_arithmetic`` is the same program with ``algorithm=async_ppo``: the next step's responses are drawn
+while a step is trained (``max_staleness``), and the loss is decoupled PPO after AReaL (arXiv 2505.24298), which keeps
+the ratio to the trainer's policy at the step's start apart from the weight of older samples. Departures: advantages by
+group, without a critic, and the weight is clamped (``algorithm.behaviour_cap``) where AReaL drops the token.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rlinf_core import Flow
+from rlinf_reasoning.recipes import phases
 from rlinf_reasoning.tasks.base import load_data
 from rlinf_reasoning.workers import Actor, Generator, Reward
 
@@ -27,32 +35,22 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
     generator = flow.group("generator", Generator, cfg)
     reward = flow.group("reward", Reward, cfg)
     actor = flow.group("actor", Actor, cfg, barrier=Actor.barrier_of(cfg))
+    evaluate = partial(phases.evaluate, flow, cfg, data, generator, reward)
 
-    def evaluate(when: str) -> None:
-        """Greedy accuracy on problems that no phase trains on."""
-        for step in flow.steps(1, name="evaluate"):
-            prompts, samples = step.channels("prompts", "samples")
-            step.feed(prompts, data.eval_prompts())
-            generator.generate(prompts, samples)
-            step.report(reward.evaluate(samples))
-            flow.record(when, step.join())
+    if flow.resumed_steps:
+        phases.load(flow, generator, actor)
+    else:
+        for step in flow.steps(1, name="warm_start"):
+            step.report(actor.warm_start(data.warm_start_prompts()))
+            actor.publish_weights(to=generator)
+            flow.record("warm_start", step.join())
+        evaluate("before")
 
-    def save(steps_done: int) -> None:
-        for step in flow.steps(1, name="save"):
-            actor.save_checkpoint(steps_done)
-            actor.export()
-            step.join()
-
-    for step in flow.steps(1, name="warm_start"):
-        step.report(actor.warm_start(data.warm_start_prompts()))
-        actor.publish_weights(to=generator)
-        flow.record("warm_start", step.join())
-    evaluate("before")
-
-    for step in flow.steps(cfg.num_steps, max_staleness=cfg.algorithm.max_staleness):
+    staleness = cfg.algorithm.max_staleness
+    for step in flow.steps(cfg.num_steps, start=flow.resumed_steps, max_staleness=staleness):
         prompts, samples, scored = step.channels("prompts", "samples", "scored")
         step.feed(prompts, data.batch(step.index))
-        generator.generate(prompts, samples)
+        step.report(generator.generate(prompts, samples), reduce="sum")
         step.report(reward.score(samples, scored))
         step.report(actor.train(scored))
         actor.publish_weights(to=generator)
@@ -60,7 +58,7 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
         if flow.every(step, cfg.eval.every) and not step.last:
             evaluate(f"step {step.index + 1}")
         if flow.every(step, cfg.checkpoint.every) and not step.last:
-            save(step.index + 1)
+            phases.save(flow, step.index + 1, actor)
 
     evaluate("after")
-    save(cfg.num_steps)
+    phases.save(flow, cfg.num_steps, actor)

@@ -33,14 +33,14 @@ def end_with_parent(lifeline: socket.socket) -> None:
         os._exit(0)
 
 
-def resolve(target: str) -> Any:
-    """``module:function`` (dots allowed after the colon) -> the callable; a class is called without arguments first."""
+def resolve(target: str, options: dict[str, Any] | None = None) -> Any:
+    """``module:function`` (dots allowed after the colon) -> the callable; a class is called with ``options`` first."""
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
     if isinstance(found, type):
-        found = found()
+        found = found(**(options or {}))
     if not callable(found):
         raise TypeError(f"{target} is a {type(found).__name__}, not a function")
     return found
@@ -91,14 +91,14 @@ def main(work_fd: int, lifeline_fd: int) -> None:
     os.dup2(2, 1)  # what the function prints must not look like results
     connection: Connection[Any, Any] = Connection(work_fd)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        target, path, memory_bytes = connection.recv()
+        target, options, path, memory_bytes = connection.recv()
         if memory_bytes:
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
             limit = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         sys.path[:] = path
         try:
-            function = resolve(target)
+            function = resolve(target, options)
         except BaseException:
             connection.send(("unloadable", traceback.format_exc()))
             return

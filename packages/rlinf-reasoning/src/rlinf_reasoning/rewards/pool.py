@@ -48,7 +48,7 @@ class Score:
 class _Process:
     """One child with its connection and its lifeline (closing the lifeline ends the child)."""
 
-    def __init__(self, target: str, memory_mb: int) -> None:
+    def __init__(self, target: str, options: Mapping[str, Any], memory_mb: int) -> None:
         ours, theirs = socket.socketpair()
         self.lifeline, lifeline = socket.socketpair()
         self._mark = uuid.uuid4().hex
@@ -67,7 +67,7 @@ class _Process:
         # Tells of the end of the process itself, where the connection would also wait for what it has forked.
         self.exit_fd = os.pidfd_open(self.process.pid)
         self.connection: Connection[Any, Any] = Connection(ours.detach())
-        self.connection.send((target, sys.path, memory_mb << 20))
+        self.connection.send((target, dict(options), sys.path, memory_mb << 20))
         self.ready = False
         self.mute = False
         """Its end of the connection is closed: only its exit can be waited for."""
@@ -128,11 +128,12 @@ class RewardPool:
 
     Args:
         target: ``"module:function"``, importable in a fresh process with the caller's ``sys.path``; called as
-            ``function(text, answer, fields) -> float``. A class is instantiated without arguments first.
+            ``function(text, answer, fields) -> float``. A class is instantiated first, with ``options``.
         processes: how many.
         timeout_s: limit of one item. A process that passes it is killed and replaced.
         memory_mb: address-space limit of one process, 0 for none.
         start_timeout_s: limit for importing the function.
+        options: keyword arguments of the class.
 
     Processes start with the first ``score`` (or ``start``). ``close`` leaves none, nor what they have started,
     not even in a session of its own. The death of the caller, however it dies, ends them and what they have
@@ -147,10 +148,12 @@ class RewardPool:
         timeout_s: float = 5.0,
         memory_mb: int = 0,
         start_timeout_s: float = 120.0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if ":" not in target:
             raise ConfigError(f"reward.function: {target!r} is not of the form 'module:function'")
         self.target = target
+        self._options = dict(options or {})
         self.timeout_s = timeout_s
         self._memory_mb = memory_mb
         self._start_timeout_s = start_timeout_s
@@ -226,7 +229,7 @@ class RewardPool:
         self.replaced += 1
 
     def _new(self) -> _Process:
-        process = _Process(self.target, self._memory_mb)
+        process = _Process(self.target, self._options, self._memory_mb)
         process.deadline = time.monotonic() + self._start_timeout_s
         return process
 

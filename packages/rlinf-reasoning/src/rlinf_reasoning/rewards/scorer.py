@@ -16,7 +16,8 @@ class Scorer:
 
     ``name: function`` takes ``function: module:function``; every other name is a plugin of ``rlinf.rewards``: a
     function ``(text, answer, fields) -> number``, or a class whose instances are called like that. It runs in
-    processes that can be killed (``processes``, ``timeout_s``, ``memory_mb``) unless it says ``isolated = False``.
+    processes that can be killed (``processes``, ``timeout_s``, ``memory_mb``) unless it says ``isolated = False``. A
+    class with ``options``, names of keys of the node, is constructed with those that the node has.
 
     Raises:
         PluginError, MissingExtraError: the name is unknown or cannot be imported.
@@ -27,16 +28,21 @@ class Scorer:
         self.name: str = cfg.name
         self.pool: RewardPool | None = None
         self._function: Any = None
+        options: dict[str, Any] = {}
         if self.name == "function":
             target = self.name = cfg.function
         else:
             registry = Registry("rlinf.rewards")
             plugin = registry.load(self.name)
             target = registry.entry(self.name).value
+            if isinstance(plugin, type):
+                options = {key: cfg[key] for key in getattr(plugin, "options", ()) if key in cfg}
             if not getattr(plugin, "isolated", True):
-                self._function = plugin() if isinstance(plugin, type) else plugin
+                self._function = plugin(**options) if isinstance(plugin, type) else plugin
                 return
-        self.pool = RewardPool(target, processes=cfg.processes, timeout_s=cfg.timeout_s, memory_mb=cfg.memory_mb)
+        self.pool = RewardPool(
+            target, processes=cfg.processes, timeout_s=cfg.timeout_s, memory_mb=cfg.memory_mb, options=options
+        )
         self.pool.start()
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:

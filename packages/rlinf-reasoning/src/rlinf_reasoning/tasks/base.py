@@ -10,22 +10,28 @@ from typing import Any, Protocol
 
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import Prompt
+from rlinf_reasoning.tasks.chat import has_chat_template
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt text, the answer it is scored against, and whatever else its source says of it."""
+    """A prompt text, the answer it is scored against, and whatever else its source says of it.
+
+    ``messages``: the conversation whose text ``prompt`` is, where the source gives one.
+    """
 
     prompt: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, str], ...] | None = None
 
 
 class Task(Protocol):
     """A source of problems (entry-point group ``rlinf.tasks``; the entry is the class).
 
     The constructor takes the task's config node. ``problems`` gives all of them, in a fixed order; texts may
-    repeat. ``source`` names the source in messages.
+    repeat. ``source`` names the source in messages. A task that has problems of its own for evaluation gives them with
+    a method ``eval_problems(seed)`` (``None``: it has none, they are cut from the others).
     """
 
     source: str
@@ -45,8 +51,11 @@ class PromptData:
         problems: all problems; repeated texts are removed.
         seed: root seed of the run.
         source: name of the source, for messages.
-        eval_problems, warm_start_problems: sizes of these parts.
-        prompts_per_step, group_size: what ``batch`` deals.
+        eval_problems: size of the part for evaluation; ``None`` for all there are.
+        warm_start_problems: size of that part.
+        prompts_per_step, group_size: what ``batch`` deals; 0 prompts when nothing is trained.
+        evaluation: problems for evaluation that come from elsewhere (``eval_problems`` is then the most that are
+            taken, and ``problems`` lose those with the same text).
 
     Raises:
         ConfigError: when the distinct problems do not fill the parts and one batch; the message has the numbers.
@@ -58,27 +67,37 @@ class PromptData:
         *,
         seed: int,
         source: str,
-        eval_problems: int,
+        eval_problems: int | None,
         warm_start_problems: int,
         prompts_per_step: int,
         group_size: int,
+        evaluation: Iterable[Problem] | None = None,
     ) -> None:
-        distinct: dict[str, Problem] = {}
-        for problem in problems:
-            distinct.setdefault(problem.prompt, problem)
-        needed = eval_problems + max(warm_start_problems, prompts_per_step)
-        if len(distinct) < needed:
+        ordered = _distinct(problems, seed)
+        held: Sequence[Problem]
+        if evaluation is not None:
+            every = _distinct(evaluation, seed)
+            held = every[:eval_problems]
+            texts = {problem.prompt for problem in every}
+            ordered = [problem for problem in ordered if problem.prompt not in texts]
+            cut = 0
+        else:
+            cut = len(ordered) if eval_problems is None else eval_problems
+            held = ordered[:cut]
+        needed = cut + max(warm_start_problems, prompts_per_step)
+        if len(ordered) < needed:
+            share = f"{cut} for evaluation (eval.problems) and beside them " if evaluation is None else ""
+            beside = "" if share else " beside those for evaluation"
             raise ConfigError(
-                f"task: {source} has {len(distinct)} distinct problems, fewer than the {needed} needed: "
-                f"{eval_problems} for evaluation (eval.problems) and beside them {warm_start_problems} for the warm "
-                f"start (warm_start.problems) or {prompts_per_step} for one batch (prompts_per_step), whichever is more"
+                f"task: {source} has {len(ordered)} distinct problems{beside}, fewer than the {needed} needed: "
+                f"{share}{warm_start_problems} for the warm start (warm_start.problems) or {prompts_per_step} for one "
+                "batch (prompts_per_step), whichever is more"
             )
-        ordered = sorted(distinct.values(), key=lambda p: _rank(seed, p.prompt))
         self.seed = seed
         self.group_size = group_size
         self.prompts_per_step = prompts_per_step
-        self.eval: Sequence[Problem] = tuple(ordered[:eval_problems])
-        self.train: Sequence[Problem] = tuple(ordered[eval_problems:])
+        self.eval: Sequence[Problem] = tuple(held)
+        self.train: Sequence[Problem] = tuple(ordered[cut:])
         self.warm_start: Sequence[Problem] = self.train[:warm_start_problems]
         self._epoch = -1
         self._order: list[int] = []
@@ -101,9 +120,10 @@ class PromptData:
         chosen = self._order[turn * self.prompts_per_step : (turn + 1) * self.prompts_per_step]
         return [_prompt(self.train[i], f"train/{step}/p{n}", step, self.group_size) for n, i in enumerate(chosen)]
 
-    def eval_prompts(self, step: int = 0) -> list[Prompt]:
-        """Every evaluation problem once, answered greedily."""
-        return [_prompt(p, f"eval/{step}/p{n}", step, 1, greedy=True) for n, p in enumerate(self.eval)]
+    def eval_prompts(self, step: int = 0, samples: int = 1, greedy: bool | None = None) -> list[Prompt]:
+        """Every evaluation problem with ``samples`` answers; a lone one is greedy unless ``greedy`` says otherwise."""
+        chosen = samples == 1 if greedy is None else greedy
+        return [_prompt(p, f"eval/{step}/p{n}", step, samples, greedy=chosen) for n, p in enumerate(self.eval)]
 
     def warm_start_prompts(self) -> list[Prompt]:
         """The problems of the supervised phase, with their answers."""
@@ -113,30 +133,71 @@ class PromptData:
 def load_data(cfg: Any, task: Task | None = None) -> PromptData:
     """Load the task that ``cfg.task.name`` names and cut it as the recipe's config says.
 
-    Reads ``cfg.seed``, ``cfg.task``, ``cfg.eval.problems``, ``cfg.warm_start.problems``, ``cfg.prompts_per_step``,
-    ``cfg.algorithm.group_size`` and, for the tiny model, ``cfg.model`` and ``cfg.sampling.max_new_tokens``.
+    Reads ``cfg.seed``, ``cfg.task``, ``cfg.eval.problems``, ``cfg.warm_start.problems`` (where there is such a phase),
+    ``cfg.prompts_per_step``, ``cfg.algorithm.group_size`` and, for the tiny model, ``cfg.model`` and
+    ``cfg.sampling.max_new_tokens``. A recipe without ``prompts_per_step`` trains on nothing: all problems that there
+    are (at most ``eval.problems``, when that is not null) are for evaluation.
 
     Raises:
         ConfigError: too few problems, or one that is too long for the tiny model or cannot be written in its
-            alphabet; and what the task itself finds.
+            alphabet, messages for a model without a chat template; and what the task itself finds.
     """
     if task is None:
         from rlinf_core.registry import Registry
 
         task = Registry("rlinf.tasks").load(cfg.task.name)(cfg.task)
-    data = PromptData(
-        task.problems(cfg.seed),
-        seed=cfg.seed,
-        source=task.source,
-        eval_problems=cfg.eval.problems,
-        warm_start_problems=cfg.warm_start.problems if cfg.warm_start.max_steps else 0,
-        prompts_per_step=cfg.prompts_per_step,
-        group_size=cfg.algorithm.group_size,
-    )
+    separate = getattr(task, "eval_problems", None)
+    evaluation = separate(cfg.seed) if callable(separate) else None
+    warm = cfg.warm_start.problems if "warm_start" in cfg and cfg.warm_start.max_steps else 0
+    if "prompts_per_step" in cfg:
+        data = PromptData(
+            task.problems(cfg.seed),
+            seed=cfg.seed,
+            source=task.source,
+            eval_problems=cfg.eval.problems,
+            warm_start_problems=warm,
+            prompts_per_step=cfg.prompts_per_step,
+            group_size=cfg.algorithm.group_size,
+            evaluation=evaluation,
+        )
+    else:
+        data = PromptData(
+            (),
+            seed=cfg.seed,
+            source=task.source,
+            eval_problems=cfg.eval.problems,
+            warm_start_problems=0,
+            prompts_per_step=0,
+            group_size=1,
+            evaluation=task.problems(cfg.seed) if evaluation is None else evaluation,
+        )
+        if not data.eval:
+            raise ConfigError(f"task: {task.source} has no problem to evaluate on")
     if cfg.model.path is None:
+        _check_messages(data)
         _check_length(data, cfg.sampling.max_new_tokens, cfg.model.tiny.max_positions)
         _check_characters(data, cfg.model.tiny.characters)
+    elif has_chat_template(cfg.model.path) is False:
+        _check_messages(data)
     return data
+
+
+def _distinct(problems: Iterable[Problem], seed: int) -> list[Problem]:
+    """The first problem of each prompt text, in the order of a seeded hash of the text."""
+    distinct: dict[str, Problem] = {}
+    for problem in problems:
+        distinct.setdefault(problem.prompt, problem)
+    return sorted(distinct.values(), key=lambda problem: _rank(seed, problem.prompt))
+
+
+def _check_messages(data: PromptData) -> None:
+    """Refuse conversations for a model that has no chat template."""
+    for problem in (*data.eval, *data.train):
+        if problem.messages is not None:
+            raise ConfigError(
+                "model.path: the model has no chat template (chat_template.jinja, or in tokenizer_config.json), which "
+                f"prompts that are lists of messages need; the first such prompt: {problem.prompt[:200]!r}"
+            )
 
 
 def _check_length(data: PromptData, max_new_tokens: int, max_positions: int) -> None:
@@ -173,6 +234,7 @@ def _prompt(problem: Problem, name: str, step: int, group_size: int, greedy: boo
         step=step,
         greedy=greedy,
         fields=dict(problem.fields),
+        messages=None if problem.messages is None else list(problem.messages),
     )
 
 

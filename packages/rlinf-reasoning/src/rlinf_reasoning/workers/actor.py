@@ -7,31 +7,32 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlinf_core import In, Prompt, Sample, Worker, task
+from rlinf_core import In, Out, Prompt, Sample, Worker, task
 from rlinf_core.errors import NonFiniteError
 from rlinf_core.rundir import guard, to_json
+from rlinf_reasoning.workers.updating import barrier_of, save_failed
 
 if TYPE_CHECKING:
     import torch
 
+# What is for the next stage alone and does not belong in ``samples.jsonl``.
+NOT_WRITTEN = ("advantage", "values", "last_value", "kl")
+
 
 class Actor(Worker):
-    """Trains the policy with the trainer backend that ``cfg.trainer.name`` names; its ranks are data parallel.
+    """Trains the policy with the trainer backend that ``cfg.trainer.name`` names.
 
-    Reads ``cfg.model``, ``cfg.trainer``, ``cfg.algorithm``, ``cfg.sampling.temperature``, ``cfg.warm_start`` and
-    ``cfg.checkpoint.keep_last``.
+    Its ranks are data parallel, or as the backend splits the model. Reads ``cfg.model``, ``cfg.trainer``,
+    ``cfg.algorithm``, ``cfg.sampling``, ``cfg.warm_start``.
     """
 
     collective = True
     barrier = "batch"
 
-    @staticmethod
-    def barrier_of(cfg: Any) -> str:
-        """What must be complete before training: a group for its advantages; with several minibatches, the batch."""
-        return "group" if cfg.algorithm.minibatches == 1 else "batch"
+    barrier_of = staticmethod(barrier_of)
 
     def setup(self) -> None:
         from rlinf_reasoning import training
@@ -39,6 +40,13 @@ class Actor(Worker):
         self._training = training
         self.trainer = training.load_trainer(self.cfg, self.parallel, self.seed)
         self._update: Any = None
+        self._reference: Any = None
+        self._version = 0
+
+    def teardown(self) -> None:
+        if self._reference is not None:
+            self._reference.close()
+        self.trainer.close()
 
     def onload(self) -> None:
         self.trainer.onload()
@@ -54,38 +62,56 @@ class Actor(Worker):
             return phase(problems, self.log.info if self.rank == 0 else lambda text: None)
 
     @task
-    def train(self, scored: In[Sample]) -> dict[str, float]:
-        """One GRPO update on the samples of the step, which are then written to ``samples.jsonl``.
+    def reference(self, scored: In[Sample], compared: Out[Sample]) -> None:
+        """Set ``info["kl"]``, the KL to the reference per token, for a critic whose returns count it."""
+        for samples in scored.batches():
+            with self.on_device():
+                reference = self._frozen()
+                self._training.add_kl(self.trainer, reference, samples, self.cfg.algorithm.kl_kind)
+            compared.put_many(samples, [s.group for s in samples], [s.num_tokens for s in samples])
 
-        Returns the step's metrics, the same on every rank; see ``training.GrpoUpdate``.
+    @task
+    def train(self, scored: In[Sample]) -> dict[str, float]:
+        """One policy update on the samples of the step, which are then written to ``samples.jsonl``.
+
+        Returns the step's metrics, the same on every rank; see ``training.PolicyUpdate``. In the first
+        ``algorithm.critic_warmup_steps`` steps the policy stays as it is.
         """
         update: Any = None
         try:
             for samples in scored.batches():
                 with self.on_device():
-                    update = self._grpo()
-                    update.add(samples)
+                    update = self._policy()
+                    update.add(samples, learn=self.step_index >= self._warmup())
                 self._write_samples(samples)
                 self.trained(samples)
             if update is None:
                 return {}
             with self.on_device():
-                metrics: dict[str, float] = update.finish()
+                metrics: dict[str, float] = update.finish(self._version)
         except NonFiniteError as error:
-            raise NonFiniteError(f"{error}; its samples are in {self._save_failed(update.samples)}") from error
+            path = save_failed(self.run_dir, self.step, f"rank{self.rank}", update.samples)
+            raise NonFiniteError(f"{error}; its samples are in {path}") from error
         return metrics
 
     @task
-    def save_checkpoint(self, step: int) -> None:
-        """Save the exact training state after ``step`` steps below ``checkpoints/``; older ones are pruned."""
-        path = self.run_dir / "checkpoints" / f"step-{step:08d}"
-        with self.on_device(), guard(path):
-            if self.rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self.trainer.save(path)
-            if self.rank == 0:
-                for old in sorted(path.parent.glob("step-*"))[: -self.cfg.checkpoint.keep_last]:
-                    shutil.rmtree(old)
+    def save_checkpoint(self, path: str) -> None:
+        """Save the exact training state, and the reference where there is one, below ``path``."""
+        with self.on_device(), guard(Path(path)):
+            self.trainer.save(Path(path) / self.name)
+            reference = self._exported()
+            if self.rank == 0 and reference.is_dir():
+                shutil.copytree(reference, Path(path) / reference.name, dirs_exist_ok=True)
+
+    @task
+    def load_checkpoint(self, path: str) -> None:
+        """Go on from what ``save_checkpoint`` saved."""
+        with self.on_device():
+            reference, kept = self._exported(), Path(path) / self._exported().name
+            if self.rank == 0 and kept.is_dir():
+                with guard(reference):
+                    shutil.copytree(kept, reference, dirs_exist_ok=True)
+            self.trainer.load(Path(path) / self.name)  # every rank waits here until the files are there
 
     @task
     def export(self) -> None:
@@ -94,21 +120,44 @@ class Actor(Worker):
         with self.on_device(), guard(path):
             self.trainer.export(path)
 
+    @task
+    def publish_weights(self, channel: Out[Any], version: int, targets: int) -> None:
+        self._version = version
+        super().publish_weights(channel, version, targets)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.trainer.weights()
 
-    def _grpo(self) -> Any:
+    def _warmup(self) -> int:
+        """Steps in which the critic alone learns."""
+        algorithm = self.cfg.algorithm
+        return int(algorithm.critic_warmup_steps) if algorithm.advantage == "gae" else 0
+
+    def _policy(self) -> Any:
         """The update, made at the first training step, so that the reference is the policy after the warm start."""
         if self._update is None:
-            reference = None
-            if self.cfg.algorithm.kl_coef > 0.0:
-                path = self.run_dir / "reference"
-                reference = self._training.Reference(self.trainer, self.cfg, path, self.parallel, self.seed)
-            self._update = self._training.GrpoUpdate(self.trainer, self.cfg, reference)
+            wanted = self.cfg.algorithm.kl_coef > 0.0
+            reference = self._frozen() if wanted else None
+            self._update = self._training.PolicyUpdate(self.trainer, self.cfg, self.seed, reference)
         return self._update
 
+    def _exported(self) -> Path:
+        return self.run_dir / "reference"
+
+    def _frozen(self) -> Any:
+        """The reference: the model of ``cfg.model.path`` where nothing was trained before, else the policy as it is the
+        first time."""
+        if self._reference is None:
+            path, model = self._exported(), self.cfg.model.path
+            if model is not None and not self.cfg.warm_start.max_steps:
+                path = Path(model)
+            elif self.trainer.most(int(not path.is_dir())):  # none that a checkpoint brought
+                self.trainer.export(path)
+            self._reference = self._training.Reference(self.cfg, path, self.parallel, self.seed)
+        return self._reference
+
     def _write_samples(self, samples: Sequence[Sample]) -> None:
-        """Append to ``samples.jsonl``: every rank its own, in one write, so that lines stay whole."""
+        """Append to ``samples.jsonl``: one write per portion, so that ranks do not mix their lines."""
         lines = [to_json(_line(self.step, sample))[0] for sample in sorted(samples, key=lambda s: s.id)]
         data = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
         path = self.run_dir / "samples.jsonl"
@@ -116,18 +165,6 @@ class Actor(Worker):
             written = file.write(data)
             if written != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _save_failed(self, samples: Sequence[Sample]) -> str:
-        """Keep a batch that broke the numbers, with token ids and log-probs, for a look afterwards."""
-        path = self.run_dir / "failed" / f"{self.step.replace('/', '-')}-rank{self.rank}.jsonl"
-        with guard(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "w", encoding="utf-8") as file:
-                for sample in samples:
-                    file.write(json.dumps(to_json(asdict(sample))[0], ensure_ascii=False) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        return str(path)
 
 
 def _line(step: str, sample: Sample) -> dict[str, Any]:
@@ -142,5 +179,5 @@ def _line(step: str, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "response_ids": sample.response_ids,
         "versions": sorted(set(sample.versions)),
-        "info": {k: v for k, v in sample.info.items() if k != "advantage"},
+        "info": {k: v for k, v in sample.info.items() if k not in NOT_WRITTEN},
     }

@@ -1,0 +1,1 @@
+"""Trainer backend ``megatron``: tensor, pipeline and sequence parallel training with megatron-core."""

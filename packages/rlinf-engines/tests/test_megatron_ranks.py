@@ -1,0 +1,166 @@
+"""Megatron's tensor, pipeline, sequence and data parallelism give what plain Hugging Face code gives."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("megatron.core", reason="needs rlinf-engines[megatron]", exc_type=ImportError)
+
+import trainer_cases as cases  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("megatron_rank.py")
+DEADLINE_S = 240.0
+pytestmark = pytest.mark.timeout(300)
+
+
+def start(rank: int, world: int, folder: Path, *tasks: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, [str(SCRIPT.parent), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(rank), str(world), str(folder), *tasks],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """(exit code, what it printed as errors) of each."""
+    done = []
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=DEADLINE_S)
+            done.append((process.returncode, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return done
+
+
+@dataclass(frozen=True)
+class Run:
+    """Ranks that have run: where their results are, and how they ended."""
+
+    folder: Path
+    ends: list[tuple[int, str]]
+
+    def saw(self, task: str) -> list[Any]:
+        """What each rank saw in a task."""
+        files = [self.folder / f"{task}_{rank}.pt" for rank in range(len(self.ends))]
+        assert all(file.is_file() for file in files), "\n".join(err for _, err in self.ends)
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks that go through all tasks, trainer after trainer in the same processes; in the last, rank 1 leaves."""
+    folder = tmp_path_factory.mktemp("two")
+    tasks = [
+        "steps:1x1,2x1,2x1s,1x2",
+        "logits:2x1,2x1s,1x2",
+        "state:2x1s,1x2,1x1",
+        "shared:2x1,1x2,1x1",
+        "leave:1x2",
+    ]
+    return Run(folder, finish([start(rank, 2, folder, *tasks) for rank in range(2)]))
+
+
+@functools.cache
+def expected(family: str, role: str) -> cases.Numbers:
+    return cases.reference(cases.model_config(family, layers=3), cases.trainer_config("megatron"), role=role)
+
+
+def check_steps(results: list[Any]) -> None:
+    for rank, found in enumerate(results):
+        for case, numbers in found.items():
+            _, family, role = case.split()
+            assert bool(numbers.weights) == (rank == 0), case
+            cases.check_equal(numbers, expected(family, role))
+
+
+def test_loss_norm_and_weights_are_the_references(two: Run) -> None:
+    check_steps(two.saw("steps"))
+
+
+@pytest.mark.slow
+def test_tensor_with_pipeline_and_with_data_parallel(tmp_path: Path) -> None:
+    ends = finish([start(rank, 4, tmp_path, "steps:2x2,2x2s,2x1") for rank in range(4)])
+    check_steps(Run(tmp_path, ends).saw("steps"))
+
+
+def test_logits_and_gradients_are_hugging_faces(two: Run) -> None:
+    found = two.saw("logits")
+    for family in ("qwen2", "llama"):
+        logits, gradients = hugging_face(family)
+        for layout in ("2x1", "2x1s", "1x2"):
+            for rank in range(2):
+                assert float((found[rank][f"{layout} {family}"][0] - logits).abs().max()) < 1e-4
+            theirs = found[0][f"{layout} {family}"][1]
+            assert theirs.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                assert float((theirs[name] - gradient).abs().max()) < 1e-4, f"{layout} {family} {name}"
+
+
+def hugging_face(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits [M, V] and gradients of the loss sum of all rows, a row at a time and without packing."""
+    from rlinf_engines.models import load_model, named_weights
+
+    network = load_model(cases.model_config(family, layers=3), 0).requires_grad_(True)
+    logits = []
+    for row in cases.make_rows():
+        batch = cases.collate([row])
+        found = network(input_ids=batch["input_ids"].unsqueeze(0)).logits[0, batch["predict"]]
+        loss, _, _ = cases.policy_loss(cases.head(found, batch, cases.VocabShard()), batch)
+        loss.backward()
+        logits.append(found.detach())
+    names = [name for name, _ in named_weights(network)]
+    return torch.cat(logits), {name: network.get_parameter(name).grad for name in names}
+
+
+def test_a_checkpoint_goes_on_exactly_and_in_another_split(two: Run) -> None:
+    layouts = ["2x1s", "1x2", "1x1"]
+    results = two.saw("state")
+    for rank in range(2):
+        assert results[rank]["noise"]
+        assert [results[rank][f"{layout} steps"] for layout in layouts] == [2, 2, 2]
+    for layout in layouts[1:]:
+        cases.check_equal(results[0][layout], results[0][layouts[0]])
+    # After one step both the file and the export were written.
+    from safetensors.torch import load_file
+
+    whole = cases.reference(cases.model_config("qwen2", layers=3), cases.trainer_config("megatron"), steps=1)
+    state = torch.load(two.folder / "checkpoint" / "state.pt", weights_only=True)
+    export = load_file(two.folder / "export" / "model.safetensors")
+    for name, tensor in whole.weights.items():
+        assert float((state["weights"][name] - tensor).abs().max()) < 1e-5
+        assert torch.equal(export[name], state["weights"][name])
+
+
+def test_ranks_of_a_replica_share_and_refuse_together(two: Run) -> None:
+    for rank, found in enumerate(two.saw("shared")):
+        for layout, saw in found.items():
+            alone = layout == "1x1"
+            assert saw["replica"] == ((rank, 2) if alone else (0, 1))
+            assert saw["share"] == ([f"row{rank}"] if alone else ["row0", "row1"])
+            assert saw["most"] == 2
+            assert saw["reduce"] == {"a": 3.0 if alone else 1.0}
+            assert saw["loss"].startswith("loss sum is ") and "p3/0, p4/0, p5/0" in saw["loss"]
+            assert "first model.layers.2.mlp.down_proj.weight at optimizer step 0" in saw["gradient"]
+            cases.check_equal(saw["after"], expected("llama", "policy"))
+
+
+def test_a_peer_that_leaves_is_an_error(two: Run) -> None:
+    (code, err), (leaver, _) = two.ends
+    assert leaver == 7
+    assert code not in (0, 7)
+    assert "RLinfError: trainer rank 0 of 2: accumulate at optimizer step 0 failed, a peer is gone or late" in err
