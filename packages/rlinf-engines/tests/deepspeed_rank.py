@@ -132,7 +132,8 @@ TASKS = {"train": train, "resume": resume, "failing": failing, "leave": leave}
 def main(rank: int, world: int, folder: Path, todo: list[dict[str, Any]]) -> None:
     for case in todo:
         meet = f"file://{folder}/meet_{case['name']}" if world > 1 else ""
-        place = ParallelInfo(rank=rank, world_size=world, init_method=meet, timeout_s=case.get("timeout_s", 60.0))
+        device = case.get("device", "cpu")
+        place = ParallelInfo(rank=rank, world_size=world, init_method=meet, device=device, timeout_s=60.0)
         result = TASKS[case["task"]](case, place, folder)
         torch.save(result, folder / f"{case['name']}_{world}_{rank}.pt")
 

@@ -127,6 +127,21 @@ def test_a_plan_is_made_once_for_a_batch_and_forgotten_with_it() -> None:
     assert len(attention._PLANS) == count
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_flash_kernels_give_what_buckets_give(window: int | None) -> None:
+    lengths = [3, 9, 1, 40]
+    shapes = ((53, 4, 64), (53, 2, 64), (53, 2, 64))
+    exact = [random(*shape, seed=s) for s, shape in enumerate(shapes)]
+    low = [x.to("cuda", torch.bfloat16).requires_grad_(True) for x in exact]
+    expected = plain(*exact, lengths, None, window)
+    found = packed_attention(*low, cu_of(lengths).cuda(), 40, sliding_window=window)
+    assert float((found.double().cpu() - expected).abs().max()) < 0.05
+    found.float().sum().backward()
+    assert all(bool(x.grad.isfinite().all()) for x in low)
+
+
 def tiny(kind: str, **sizes: Any) -> Any:
     """A network of random weights with sizes that differ from each other."""
     common = {

@@ -93,6 +93,29 @@ def test_vllm_takes_some_models_only() -> None:
     assert problem.endswith("hidden_size / heads is 16; change either")
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_model_len": 65}, "rollout.max_model_len: 65 is more than the 64 tokens that the model takes"),
+        (
+            {"tensor_parallel_size": 3},
+            "rollout.tensor_parallel_size: 3 does not divide the model's 4 attention heads and 2 key-value heads",
+        ),
+    ],
+)
+def test_vllm_values_that_do_not_fit_the_model(keys: dict[str, Any], message: str) -> None:
+    (problem,) = conf.VllmRollout(**keys).validate(root(conf.Model()))
+    assert problem.startswith(message)
+
+
+def test_heads_of_a_directory_bound_tensor_parallelism(tmp_path: Path) -> None:
+    config = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 128}
+    model = conf.Model(path=str(write(tmp_path / "smol", config)))
+    assert conf.VllmRollout(tensor_parallel_size=3).validate(root(model)) == []
+    (problem,) = conf.VllmRollout(tensor_parallel_size=2).validate(root(model))
+    assert problem.startswith("rollout.tensor_parallel_size: 2 does not divide the model's 9 attention heads")
+
+
 def write(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))

@@ -54,9 +54,9 @@ FAILING = [keyed(f"failing{stage}", "failing", zero_stage=stage) for stage in ra
 LEAVING = keyed("leaving", "leave", zero_stage=2)
 
 
-def start(rank: int, folder: Path, todo: list[dict[str, Any]]) -> subprocess.Popen[str]:
+def start(rank: int, folder: Path, todo: list[dict[str, Any]], ranks: int = 2) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, script.__file__, str(rank), "2", str(folder), json.dumps(todo)],
+        [sys.executable, script.__file__, str(rank), str(ranks), str(folder), json.dumps(todo)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -187,3 +187,18 @@ def test_a_peer_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(RLinfError, match="trainer rank 0 of 2: .* within 1 s: rank 1 did not come"):
         trainer.setup(cases.model_config(), cases.head, place, seed=0)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_steps_are_the_references(tmp_path: Path) -> None:
+    """In a process of its own: DeepSpeed is loaded for one kind of device."""
+    offload = keyed("offload", zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    todo = [{**case, "device": "cuda"} for case in [*FAMILIES, offload]]
+    out, err = start(0, tmp_path, todo, ranks=1).communicate(timeout=DEADLINE_S)
+    assert out == ""
+    for case in todo:
+        file = tmp_path / f"{case['name']}_1_0.pt"
+        assert file.is_file(), err
+        expected = cases.reference(cases.model_config(case.get("family", "qwen2")), cases.trainer_config())
+        cases.check_equal(cases.Numbers(**torch.load(file)["numbers"]), expected, relative=1e-3, absolute=1e-4)

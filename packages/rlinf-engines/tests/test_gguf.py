@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
+numpy = pytest.importorskip("numpy")
 
 from rlinf_core.errors import ConfigError, MissingExtraError  # noqa: E402
 from rlinf_engines.gguf import convert_command, convert_gguf  # noqa: E402
@@ -52,9 +53,17 @@ def test_unknown_architectures_are_refused_and_the_known_ones_named(tmp_path: Pa
         convert_gguf(source, tmp_path / "out")
 
 
-def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_weights_or_sizes_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "empty.gguf", "llama")
-    with pytest.raises(ConfigError, match=r"empty.gguf: "):
+    with pytest.raises(ConfigError, match=r"empty.gguf: holds no weights"):
+        convert_gguf(source, tmp_path / "out")
+    writer = gguf.GGUFWriter(source, "llama")
+    writer.add_tensor("token_embd.weight", numpy.zeros((4, 32), dtype=numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"empty.gguf: lacks llama.block_count"):
         convert_gguf(source, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.gguf"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("megatron.core", reason="needs rlinf-engines[megatron]", exc_type=ImportError)
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("needs rlinf-engines[megatron]", allow_module_level=True)
 
 import trainer_cases as cases  # noqa: E402
 
@@ -110,7 +112,8 @@ def qwen3(tmp_path: Path, **keys: Any) -> Any:
 
 
 def test_qwen3_with_its_norms_of_queries_and_keys(make: Make, tmp_path: Path) -> None:
-    model = qwen3(tmp_path)
+    # Token 5 comes in the rows: as padding, its input embedding gets no gradient.
+    model = qwen3(tmp_path, pad_token_id=5)
     found = cases.train(make(model), PARTS)
     cases.check_equal(found, cases.reference(model, cases.trainer_config("megatron")), absolute=1e-4)
 
@@ -156,6 +159,17 @@ def test_an_export_is_the_model(make: Make, tmp_path: Path) -> None:
     theirs = network.state_dict()
     assert theirs.keys() == weights.keys()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_model_whose_files_lack_weights_is_refused(make: Make, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make().export(tmp_path / "export")
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "export" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="lacks 1 of the model's weights, first model.norm.weight"):
+        make(cases.model_config(path=str(tmp_path / "export")))
 
 
 def test_a_critic_starts_from_an_export(make: Make, tmp_path: Path) -> None:
@@ -228,6 +242,21 @@ def test_numbers_that_are_none_are_refused_by_name(make: Make) -> None:
     assert f"gradient is not finite in 1 parameters, first {name}" in str(caught.value)
     with pytest.raises(RLinfError, match="count is 0"):
         trainer.step(0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", 0.1)])
+def test_on_a_gpu_steps_are_the_references(dtype: str, limit: float) -> None:
+    trainer = MegatronTrainer(cases.trainer_config("megatron", tp=1, pp=1, sequence_parallel=False))
+    trainer.setup(cases.model_config(dtype=dtype), cases.head, ParallelInfo(device="cuda:0"), seed=0)
+    trainer.offload()
+    trainer.onload()
+    apart = cases.differences(
+        cases.train(trainer, PARTS), cases.reference(cases.model_config(), cases.trainer_config("megatron"))
+    )
+    trainer.close()
+    assert apart["losses"] < limit and apart["norms"] < limit, apart
 
 
 def test_what_is_masked_gives_no_gradient(make: Make) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
 
 from rlinf_core.errors import ConfigError  # noqa: E402
 from rlinf_engines.trainers.megatron.config import (  # noqa: E402
@@ -223,3 +226,23 @@ def test_rotary_frequencies_are_hugging_faces(rope: dict[str, Any]) -> None:
     found = torch.tensor(read_shape(theirs).inverse_frequencies)
     torch.testing.assert_close(found, embedding.inv_freq, rtol=1e-6, atol=0.0)
     assert float(embedding.attention_scaling) == 1.0
+
+
+def test_weights_are_read_from_the_files_of_the_index(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from rlinf_engines.trainers.megatron.source import FileWeights
+
+    save_file({"a": torch.arange(3.0)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    save_file({"c": torch.ones(1)}, tmp_path / "other.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    files = FileWeights(tmp_path, torch.float64)
+    assert sorted(files) == ["a", "b"] and len(files) == 2
+    assert torch.equal(files["a"], torch.arange(3.0, dtype=torch.float64))
+    assert files["b"].dtype == torch.float64
+    files.close()
+    (tmp_path / "model-2.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        FileWeights(tmp_path, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("megatron.core", reason="needs rlinf-engines[megatron]", exc_type=ImportError)
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("needs rlinf-engines[megatron]", allow_module_level=True)
 
 import trainer_cases as cases  # noqa: E402
 

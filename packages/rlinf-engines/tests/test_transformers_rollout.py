@@ -245,7 +245,9 @@ def test_switches_between_any_two_responses_change_nothing(make_rollout: Any, dt
     got, largest = [], 0
     for response in rollout.generate(asked, SAMPLING):
         got.append(response)
-        largest = max([largest, *(layer.keys.untyped_storage().nbytes() for cache in rollout._caches for layer in cache.layers)])
+        largest = max(
+            [largest, *(layer.keys.untyped_storage().nbytes() for cache in rollout._caches for layer in cache.layers)]
+        )
         rollout.offload()
         # Caches too: between two responses, nothing of a running generation stays on the device.
         assert not any(inner(layer.keys).any() for cache in rollout._caches for layer in cache.layers)

@@ -1,4 +1,4 @@
-"""Real vLLM in a process of its own that is killed, stopped, and left by its parent."""
+"""Real vLLM in processes of its own: killed, stopped, left by its parent; one model in two of them."""
 
 from __future__ import annotations
 
@@ -87,3 +87,20 @@ def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < end, "the engine outlived its parent"
         time.sleep(0.05)
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_two_processes_hold_one_model(tmp_path: Path) -> None:
+    script, out = SCRIPT.with_name("vllm_tensor_parallel.py"), tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, str(script), str(out)],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S - 20,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["difference"] < 1e-3
+    assert found["new_difference"] < 1e-3
+    assert found["versions"] == [3]

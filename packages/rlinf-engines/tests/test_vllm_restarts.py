@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from rlinf_core.errors import ConfigError, RLinfError  # noqa: E402
 from rlinf_core.types import Generated, GenerateRequest, ParallelInfo, SamplingParams  # noqa: E402
 from rlinf_engines.models import load_model, named_weights  # noqa: E402
 from rlinf_engines.rollouts.held_weights import HeldWeights, read_weights  # noqa: E402
+from rlinf_engines.rollouts.stall_watch import StallWatch  # noqa: E402
 from rlinf_engines.rollouts.vllm_engine import EngineDied  # noqa: E402
-from rlinf_engines.rollouts.vllm_rollout import VllmRollout, check_tensor_parallel  # noqa: E402
+from rlinf_engines.rollouts.vllm_rollout import VllmRollout  # noqa: E402
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 ASKED = [GenerateRequest(f"p{i}/0", (2, 3), (0, f"p{i}", 0)) for i in range(6)]
@@ -195,15 +197,30 @@ def test_lengths_beyond_the_model_are_refused_by_key(make_rollout: Any) -> None:
         make_rollout(max_model_len=65)
 
 
-@pytest.mark.parametrize(("size", "good"), [(1, True), (3, True), (2, False), (9, True)])
-def test_tensor_parallel_sizes_that_do_not_divide_the_heads(size: int, good: bool) -> None:
-    config = SimpleNamespace(num_attention_heads=9, num_key_value_heads=3)
-    if good:
-        check_tensor_parallel(size, config)
-        return
-    message = "rollout.tensor_parallel_size: 2 does not divide the model's 9 attention heads and 3 key-value heads"
+def test_tensor_parallel_sizes_that_do_not_divide_the_heads(make_rollout: Any) -> None:
+    message = "rollout.tensor_parallel_size: 4 does not divide the model's 2 attention heads and 1 key-value heads"
     with pytest.raises(ConfigError, match=message):
-        check_tensor_parallel(size, config)
+        make_rollout(tensor_parallel_size=4)
+
+
+def test_a_step_that_does_not_end_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    said = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.set()
+
+    logger = logging.getLogger("rlinf_engines.rollouts.stall_watch")
+    handler = Heard()
+    logger.addHandler(handler)
+    try:
+        with StallWatch(0.05, "a step", "do this") as watch:
+            watch.begin()
+            assert said.wait(20.0)
+            watch.end()
+    finally:
+        logger.removeHandler(handler)
+    assert caplog.messages == ["a step has not ended for 0.05 s (rollout.stall_timeout_s); do this"]
 
 
 def test_held_weights_are_read_by_path_in_the_engine_s_format() -> None:

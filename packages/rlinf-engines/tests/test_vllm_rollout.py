@@ -109,6 +109,21 @@ def test_stop_texts_end_responses_after_the_token_that_completes_them(found: dic
 
 
 @needs_vllm
+def test_the_prompt_of_a_group_is_computed_once_as_far_as_its_blocks_are_whole(found: dict[str, Any]) -> None:
+    asked, shared = found["prefix"]
+    assert asked == 8 * 40
+    assert shared == 7 * 32
+
+
+@needs_vllm
+def test_a_long_response_holds_up_no_short_one(found: dict[str, Any]) -> None:
+    assert found["first_tokens"] < 5
+    assert found["long_tokens"] > 40
+    # More come before it than are decoded at once: places are refilled while it runs.
+    assert found["before_long"] > 64
+
+
+@needs_vllm
 def test_switches_between_responses_lose_nothing_and_drop_the_cache(found: dict[str, Any]) -> None:
     assert found["switched_ids"] == found["asked"]
     assert found["switched_difference"] < 1e-3

@@ -169,6 +169,28 @@ def stop_texts(rollout: VllmRollout, asked: list[GenerateRequest]) -> dict[str, 
     }
 
 
+def shared_prompts(rollout: VllmRollout) -> dict[str, Any]:
+    """A group of eight with a prompt of 40 tokens, one block of which can be shared."""
+    engine: Any = rollout.engine
+    before = engine.prompt_tokens, engine.shared_tokens
+    prompt = tuple(2 + i % 15 for i in range(40))
+    list(rollout.generate([GenerateRequest(f"g/{i}", prompt, (9, "g", i)) for i in range(8)], SAMPLING))
+    return {"prefix": [engine.prompt_tokens - before[0], engine.shared_tokens - before[1]]}
+
+
+def long_and_short(rollout: VllmRollout) -> dict[str, Any]:
+    """One response far longer than the others, which all together are more than are decoded at once."""
+    sampling = SamplingParams(max_new_tokens=55, temperature=TEMPERATURE, seed=3)
+    asked = [GenerateRequest(f"a{i}", (2 + i % 15, 3), (5, f"a{i}", 0)) for i in range(200)]
+    order = list(rollout.generate(asked, sampling))
+    longest = max(order, key=lambda r: len(r.token_ids))
+    return {
+        "long_tokens": len(longest.token_ids),
+        "before_long": order.index(longest),
+        "first_tokens": len(order[0].token_ids),
+    }
+
+
 def main(out: Path) -> None:
     found: dict[str, Any] = {}
     rollout = VllmRollout(ROLLOUT)
@@ -216,6 +238,8 @@ def main(out: Path) -> None:
 
     found.update(weights_while_running(rollout, asked, network))
     found.update(stop_texts(rollout, asked))
+    found.update(shared_prompts(rollout))
+    found.update(long_and_short(rollout))
     found.update(switches(rollout, asked, network))
     out.write_text(json.dumps(found), encoding="utf-8")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf_core.errors import ConfigError
@@ -115,6 +115,7 @@ def rows_of(lengths: list[tuple[int, int]]) -> list[Row]:
     return [Row(f"s{i * 7 % 31:02d}", [1] * p, [1] * r) for i, (p, r) in enumerate(lengths)]
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 60), st.integers(0, 40))
 def test_micro_batches_keep_every_row_in_id_order_within_the_budget(
     lengths: list[tuple[int, int]], budget: int, others: int

@@ -28,7 +28,7 @@ def convert_gguf(gguf_file: str | Path, out_dir: str | Path, dtype: str = "float
     """
     source, target = Path(gguf_file).expanduser(), Path(out_dir).expanduser()
     _check(source, target, dtype)
-    _check_architecture(source)
+    _check_contents(source)
     network, tokenizer = _load(source, dtype)
     # What follows the model would otherwise be told that its weights are still packed.
     if hasattr(network.config, "quantization_config"):
@@ -85,18 +85,25 @@ def _check(source: Path, target: Path, dtype: str) -> None:
             )
 
 
-def _check_architecture(source: Path) -> None:
+def _check_contents(source: Path) -> None:
+    """Before anything is built: a file without sizes would become a model of the library's default, billions large."""
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     try:
-        field = GGUFReader(source).fields.get("general.architecture")
+        reader = GGUFReader(source)
+        field = reader.fields.get("general.architecture")
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise ConfigError(f"{source}: is cut off or damaged: {error}") from error
     name = str(field.contents()) if field is not None else "(none named)"
     if name not in GGUF_SUPPORTED_ARCHITECTURES:
         known = ", ".join(sorted(GGUF_SUPPORTED_ARCHITECTURES))
         raise ConfigError(f"{source}: holds architecture {name}, which cannot be converted; those that can: {known}")
+    if not reader.tensors:
+        raise ConfigError(f"{source}: holds no weights; give the file of a whole model")
+    for key in (f"{name}.block_count", f"{name}.embedding_length", "tokenizer.ggml.tokens"):
+        if key not in reader.fields:
+            raise ConfigError(f"{source}: lacks {key}; give the file of a whole language model")
 
 
 def _load(source: Path, dtype: str) -> tuple[Any, Any]:

@@ -72,6 +72,16 @@ def vocabulary_size(path: str) -> int | None:
     return _number(path, ("vocab_size",))
 
 
+def attention_heads(model: Any) -> tuple[int, int] | None:
+    """(attention heads, key-value heads); ``None`` when the model does not say."""
+    if model.path is None:
+        return int(model.tiny.heads), int(model.tiny.kv_heads)
+    heads = _number(str(model.path), ("num_attention_heads", "n_head"))
+    if heads is None:
+        return None
+    return heads, _number(str(model.path), ("num_key_value_heads",)) or heads
+
+
 def check_lengths(
     model: Any, prompt_tokens: int, response_tokens: int, *, prompt_key: str, response_key: str
 ) -> list[str]:

@@ -171,7 +171,7 @@ def _most_likely(logits: Tensor, shard: VocabShard) -> Tensor:
     import torch.distributed as dist
 
     highest, local = logits.max(dim=-1)
-    overall = highest.float()
+    overall = highest.float().clone()  # reduced in place; float() gives float32 logits themselves
     dist.all_reduce(overall, dist.ReduceOp.MAX, group=shard.group)
     beyond = torch.iinfo(torch.int64).max
     found = torch.where(highest.float() == overall, local + shard.start, beyond)

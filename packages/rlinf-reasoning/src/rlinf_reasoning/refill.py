@@ -105,9 +105,11 @@ class Refill:
         peers = [s.reward for s in samples if s.reward is not None and not self._cut(s)]
         if len(peers) < 2:
             return NO_PEERS
+        # As rlinf_algos.groups_with_signal: rewards that are equal up to rounding have no signal.
         low, high = min(peers), max(peers)
-        # As in rlinf_algos: rewards that are equal up to rounding have no signal.
-        if high - low > 1e-6 * max(abs(low), abs(high)):
+        above = [reward - low for reward in peers]
+        mean = math.fsum(above) / len(above)
+        if math.fsum((a - mean) ** 2 for a in above) > (1e-6 * (abs(low) + mean)) ** 2 * len(above):
             return ""
         return ALL_RIGHT if low >= 1.0 else ALL_WRONG if high <= 0.0 else EQUAL
 

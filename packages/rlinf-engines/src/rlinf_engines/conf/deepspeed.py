@@ -33,7 +33,7 @@ class DeepSpeedTrainer(TrainerConfig):
     )
 
     def validate(self, root: Any) -> list[str]:
-        problems = super().validate(root)
+        problems = TrainerConfig.validate(self, root)  # self is a config node: no super()
         if self.zero_stage > 0 and root.model.dtype == "float64":
             problems.append(
                 f"model.dtype: DeepSpeed keeps float32 masters at trainer.zero_stage {self.zero_stage}, float64 is "

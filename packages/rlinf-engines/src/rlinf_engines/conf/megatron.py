@@ -22,7 +22,7 @@ class MegatronTrainer(TrainerConfig):
     sequence_parallel: bool = key(False, "tensor parallel ranks share the tokens between layers too: less memory")
 
     def validate(self, root: Any) -> list[str]:
-        problems = super().validate(root)
+        problems = TrainerConfig.validate(self, root)  # self is a config node: no super()
         if self.sequence_parallel and self.tp == 1:
             problems.append("trainer.sequence_parallel: needs trainer.tp of 2 or more, it is 1; set it to false")
         return problems + _split_problems(root.model, self.tp, self.pp)

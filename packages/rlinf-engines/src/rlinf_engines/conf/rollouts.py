@@ -6,9 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlinf_engines.conf.fields import key, plugin
+from rlinf_engines.model_check import attention_heads, max_positions
 
 # Head sizes that the attention of the vLLM build for CPUs is compiled for.
 VLLM_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_tensor_parallel(size: int, heads: int, kv_heads: int) -> list[str]:
+    """Say when a tensor-parallel size does not divide the model's heads."""
+    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        return []
+    return [
+        f"rollout.tensor_parallel_size: {size} does not divide the model's {heads} attention heads and {kv_heads} "
+        "key-value heads; use 1 or a common divisor"
+    ]
 
 
 @dataclass
@@ -47,6 +58,15 @@ class VllmRollout:
         problems = plugin("rlinf.rollouts", self.name, "rollout.name")
         if model.dtype == "float64":
             problems.append("model.dtype: vllm does not compute in float64; use float32 or bfloat16")
+        limit = max_positions(model)
+        if self.max_model_len is not None and limit is not None and self.max_model_len > limit:
+            problems.append(
+                f"rollout.max_model_len: {self.max_model_len} is more than the {limit} tokens that the model takes; "
+                "lower it, or null for the model's limit"
+            )
+        heads = attention_heads(model)
+        if heads is not None:
+            problems += check_tensor_parallel(self.tensor_parallel_size, *heads)
         if model.path is None:
             size = model.tiny.hidden_size // model.tiny.heads
             if size not in VLLM_HEAD_SIZES:

@@ -34,13 +34,12 @@ class GrowingLayer(DynamicLayer):
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         if not self.room or end > self.room[0].shape[-2]:
-            held = (self.keys, self.values)
+            held = [buffer[:, :, :begin] for buffer in self.room]
             self.room = [
                 new.new_empty(*new.shape[:2], end + GROW_BY, new.shape[3]) for new in (key_states, value_states)
             ]
-            if begin:
-                for buffer, old in zip(self.room, held, strict=True):
-                    buffer[:, :, :begin] = old
+            for buffer, old in zip(self.room, held, strict=False):  # none the first time
+                buffer[:, :, :begin] = old
         for buffer, new in zip(self.room, (key_states, value_states), strict=True):
             buffer[:, :, begin:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self.room)

@@ -41,7 +41,6 @@ class EngineSpec:
     """Variables that vLLM reads when it is imported."""
     stop_ids: tuple[int, ...]
     sleeps: bool = False
-    max_restarts: int = 0
     stall_timeout_s: float = 300.0
 
     @property
@@ -89,6 +88,8 @@ class LocalEngine:
         self.version = version
         self._spec = spec
         self._tokenizer = tokenizer
+        self.prompt_tokens = 0  # of all requests
+        self.shared_tokens = 0  # of these, those that were computed for another request before
         self._running: dict[str, _Running] = {}
         self._store: DeviceStore | None = None  # on a CPU
         self._llm = _start(spec)
@@ -129,6 +130,9 @@ class LocalEngine:
             running = self._running.get(output.request_id)
             if running is None:
                 continue
+            if output.prefill_stats is not None and not running.tokens:
+                self.prompt_tokens += len(running.request.prompt_ids)
+                self.shared_tokens += int(output.prefill_stats.num_cached_tokens)
             reason = self._take(running, output)
             if reason is None:
                 continue

@@ -72,6 +72,7 @@ class VllmRollout:
         check_allocator(os.environ, on_gpu=on_gpu)
         self._in_process = not bool(self.cfg.engine_process)
         self._max_restarts = int(self.cfg.max_restarts)
+        from rlinf_engines.conf.rollouts import check_tensor_parallel
         from rlinf_engines.models import load_config, load_tokenizer, max_positions, parameter_shapes, torch_dtype
         from rlinf_engines.rollouts.held_weights import HeldWeights
 
@@ -86,7 +87,10 @@ class VllmRollout:
         with _ModelDirectory(model, self.tokenizer, seed) as directory:
             config = load_config(directory)
             text = config.get_text_config()
-            check_tensor_parallel(int(self.cfg.tensor_parallel_size), text)
+            heads = int(text.num_attention_heads)
+            kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+            for problem in check_tensor_parallel(int(self.cfg.tensor_parallel_size), heads, kv_heads):
+                raise ConfigError(problem)
             self._shapes, self._aliases = parameter_shapes(config)
             self._vocabulary = int(text.vocab_size)
             declared = text.eos_token_id
@@ -143,6 +147,8 @@ class VllmRollout:
             self._held.close()
 
     def _run(self, requests: list[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
+        from rlinf_engines.rollouts.stall_watch import StallWatch
+
         if self._owed:
             raise RLinfError("rollout vllm: one generate at a time; finish or close the one before")
         self._check_loaded("generate")
@@ -151,11 +157,20 @@ class VllmRollout:
         try:
             # A restart submits what is owed itself.
             self._survive(lambda engine: engine.submit(requests, sampling), installs=True)
-            while self._owed:
-                self._check_loaded("generate")
-                for response in self._survive(lambda engine: engine.step(), installs=True) or []:
-                    del self._owed[response.id]
-                    yield response
+            with StallWatch(
+                float(self.cfg.stall_timeout_s),
+                "rollout vllm: a step of the engine",
+                "rollout.engine_process=true would replace it",
+            ) as watch:
+                while self._owed:
+                    self._check_loaded("generate")
+                    if self._in_process:
+                        watch.begin()
+                    finished = self._survive(lambda engine: engine.step(), installs=True) or []
+                    watch.end()
+                    for response in finished:
+                        del self._owed[response.id]
+                        yield response
             self._restarts = 0
         finally:
             # The consumer may have stopped early: nothing may run on under weights that come next.
@@ -186,7 +201,6 @@ class VllmRollout:
             where = self._end_engine()
             self._restarts += 1
             if self._restarts > self._max_restarts:
-                self.engine = None
                 raise RLinfError(
                     f"rollout vllm: the engine died: {cause}; rollout.max_restarts={self._max_restarts} allows no "
                     f"further restart{where}"
@@ -224,6 +238,7 @@ class VllmRollout:
             where = f"; its log is {self.engine.keep_log()}"
         if self.engine is not None:
             self.engine.close()
+            self.engine = None
         return where
 
     def _new_engine(self, directory: str) -> Engine:
@@ -276,6 +291,8 @@ class VllmRollout:
             # The runtime has chosen the cores; vLLM would bind the process to others.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gb)
+            # Whole blocks of a prompt are shared; vLLM's 128 on a CPU would leave most prompts of a group unshared.
+            options["block_size"] = 32
         return EngineSpec(
             directory="",
             dtype=self._model.dtype,
@@ -285,7 +302,6 @@ class VllmRollout:
             environment=environment,
             stop_ids=stop,
             sleeps=sleeps,
-            max_restarts=self._max_restarts,
             stall_timeout_s=float(cfg.stall_timeout_s),
         )
 
@@ -331,17 +347,6 @@ class _ModelDirectory:
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
             self._folder.cleanup()
-
-
-def check_tensor_parallel(size: int, text_config: Any) -> None:
-    """Refuse a tensor-parallel size that does not divide the model's heads."""
-    heads = int(text_config.num_attention_heads)
-    kv_heads = int(getattr(text_config, "num_key_value_heads", None) or heads)
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise ConfigError(
-            f"rollout.tensor_parallel_size: {size} does not divide the model's {heads} attention heads and "
-            f"{kv_heads} key-value heads; use 1 or a common divisor"
-        )
 
 
 def check_allocator(environment: Mapping[str, str], *, on_gpu: bool) -> None:

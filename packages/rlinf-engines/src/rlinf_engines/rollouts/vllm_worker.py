@@ -37,7 +37,9 @@ class KeyedSampler(Sampler):
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
         batch = self._runner.input_batch
-        if batch.num_reqs != logits.shape[0] or not self._read(batch, sampling_metadata, logits.device):
+        if batch.num_reqs == logits.shape[0]:
+            self._read(batch, sampling_metadata, logits.device)
+        if batch.num_reqs != logits.shape[0] or self._sampling is None:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         rows = logits.shape[0]
         # Tokens that a request has, its prompt excluded: right for preempted and partly prefilled requests too.
@@ -51,20 +53,19 @@ class KeyedSampler(Sampler):
             logprobs_tensors=LogprobsTensors(tokens_B1, logps_B.to(torch.float32).unsqueeze(-1), ranks_B),
         )
 
-    def _read(self, batch: Any, metadata: Any, device: torch.device) -> bool:
-        """Whether every request of the batch has a stream; keeps them until the batch changes."""
+    def _read(self, batch: Any, metadata: Any, device: torch.device) -> None:
+        """Keep the streams of the batch until it changes; nothing when a request has none."""
         if self._batch is metadata:
-            return self._sampling is not None
+            return
         self._batch, self._sampling = metadata, None
         params = [self._runner.requests[name].sampling_params for name in batch.req_ids]
         keys = [p.extra_args.get(STREAM) if p is not None and p.extra_args else None for p in params]
         if not keys or any(key is None for key in keys):
-            return False
+            return
         streams, greedy, top_k, top_p, temperature = zip(*keys, strict=True)
         self._streams_B = torch.tensor(streams, dtype=torch.int64, device=device)
         self._greedy_B = torch.tensor(greedy, device=device)
         self._sampling = SamplingParams(1, temperature[0], top_p[0], top_k[0])
-        return True
 
 
 def install_sampler(worker: Any) -> None:

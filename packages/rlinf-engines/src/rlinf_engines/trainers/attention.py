@@ -54,6 +54,9 @@ def packed_attention(
     """
     if sliding_window is not None and sliding_window >= max_len:
         sliding_window = None
+    if torch.is_autocast_enabled(q.device.type):
+        # Rotary embeddings leave queries and keys in float32.
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if dropout == 0.0 and q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256:
         return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)
     plan = _plan_of(cu_seqlens)
@@ -63,8 +66,8 @@ def packed_attention(
     start = 0
     for count, length in plan.buckets:
         end = start + count * length
-        bucket = (x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        parts.append(_one_bucket(*bucket, scale, sliding_window, dropout))
+        qs, ks, vs = (x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        parts.append(_one_bucket(qs, ks, vs, scale, sliding_window, dropout))
         start = end
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out if plan.places is None else _Collect.apply(out, plan.places, plan.slots)
@@ -260,7 +263,7 @@ class _Spread(torch.autograd.Function):
         return tokens.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return grad.index_select(0, slots), None, None
 
@@ -275,7 +278,7 @@ class _Collect(torch.autograd.Function):
         return out.index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return grad.new_zeros(ctx.length, *grad.shape[1:]).index_copy_(0, slots, grad), None, None
 

@@ -280,7 +280,8 @@ class TrainerBase:
                 network = empty_network(config, self.role)
                 if generation is not None:
                     network.generation_config = generation
-                export_model(network, self.tokenizer, Path(path), self.dtype, dict(weights))
+                whole = {name: tensor.cpu() for name, tensor in weights}
+                export_model(network, self.tokenizer, Path(path), self.dtype, whole)
             except Exception as error:  # raised by ``_agree``, after the collective part has run to its end
                 failure = error
         for _ in weights:
@@ -399,7 +400,7 @@ class TrainerBase:
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of ``loss``."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def _set_mode(self, *, train: bool) -> None:
         self.model.train(train)

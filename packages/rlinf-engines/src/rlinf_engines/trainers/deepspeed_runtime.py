@@ -81,9 +81,9 @@ def enter(place: ParallelInfo, device: torch.device) -> None:
 
 
 def take_apart(engine: Any, network: Any) -> None:
-    """End an engine, so that nothing of it or of its network is kept."""
+    """End an engine."""
     engine.destroy()
-    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:  # stage 3 leaves its network in a module variable
         own = {id(module) for module in network.modules()}
         offload.FWD_MODULE_STACK[:] = [m for m in offload.FWD_MODULE_STACK if id(m) not in own]
@@ -105,7 +105,7 @@ def leave() -> None:
         _before.clear()
         import torch.distributed as dist
 
-        comm = sys.modules.get("deepspeed.comm.comm")
+        comm: Any = sys.modules.get("deepspeed.comm.comm")
         if comm is not None and comm.cdb is not None:
             if dist.is_initialized():
                 comm.destroy_process_group()

@@ -157,6 +157,17 @@ class ZeroState:
                 if flat.grad is not None:
                     yield flat.grad
 
+    def release(self) -> None:
+        """Give the memory of a stage 3 engine back. Its objects hang together through autograd in cycles that Python
+        does not see, so they stay, without contents."""
+        if self._stage != 3:
+            return
+        kept = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers()}
+        for tensor in list(self.tensors()):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.resizable() and storage.data_ptr() not in kept:
+                storage.resize_(0)
+
     # -- where things lie ---------------------------------------------------------------------------------------------
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -85,8 +85,10 @@ class DeepSpeedTrainer(TrainerBase):
 
             self._entered = False
             if self._engine is not None:
+                if self._state is not None:
+                    self._state.release()
                 deepspeed_runtime.take_apart(self._engine, self.model)
-                self._engine = self._state = self.optimizer = None
+                self._engine = self._state = self.optimizer = self.model = None
             deepspeed_runtime.leave()
         super().close()
 
@@ -114,16 +116,14 @@ class DeepSpeedTrainer(TrainerBase):
         self.model = network
 
     def _new_optimizer(self) -> None:
-        import torch
-
         options = {
             "lr": float(self.cfg.lr),
             "betas": (float(self.cfg.betas[0]), float(self.cfg.betas[1])),
             "eps": float(self.cfg.eps),
         }
-        decays = (float(self.cfg.weight_decay), 0.0)
+        decay = float(self.cfg.weight_decay)
         if self._engine is None:
-            self._make_engine(options, decays)
+            self._make_engine(options, decay)
             return
         changed = [name for name in FIXED if getattr(self.cfg, name) != self._fixed[name]]
         if changed:
@@ -131,15 +131,14 @@ class DeepSpeedTrainer(TrainerBase):
                 f"trainer.{changed[0]}: {getattr(self.cfg, changed[0])} differs from the phase before, which had "
                 f"{self._fixed[changed[0]]}; an engine keeps it for the whole run"
             )
-        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-            group.update(options, weight_decay=decay)
+        for group in self.optimizer.param_groups:
+            group.update(options, weight_decay=decay if group["decays"] else 0.0)
         if self._stage:
             self._engine.optimizer.clip_grad = float(self.cfg.grad_clip)
         self._backwards = 0
         self._zero_state().forget_averages()
-        assert isinstance(self.optimizer, torch.optim.AdamW)
 
-    def _make_engine(self, options: dict[str, Any], decays: tuple[float, float]) -> None:
+    def _make_engine(self, options: dict[str, Any], decay: float) -> None:
         import torch
 
         from rlinf_engines.trainers import deepspeed_runtime
@@ -159,8 +158,8 @@ class DeepSpeedTrainer(TrainerBase):
             else:
                 self.model.to(self.device)
             groups = [
-                {"params": parameters, "weight_decay": decay}
-                for parameters, decay in zip((matrices, vectors), decays, strict=True)
+                {"params": matrices, "weight_decay": decay, "decays": True},
+                {"params": vectors, "weight_decay": 0.0, "decays": False},
             ]
             self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
             self._engine = deepspeed.initialize(

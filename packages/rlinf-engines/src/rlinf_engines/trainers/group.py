@@ -64,7 +64,8 @@ class RankGroup:
                 timeout=wait,
             )
         except (RuntimeError, ValueError) as error:
-            self.leave()
+            if dist.is_initialized():
+                dist.destroy_process_group()
             who = f": rank {', '.join(map(str, missing))} did not come" if missing else ""
             raise elsewhere(
                 f"{self._me()}: joining the other ranks through {place.init_method} failed within "
@@ -74,11 +75,13 @@ class RankGroup:
 
     def leave(self) -> None:
         """Close the group if this object opened it."""
+        if not self._joined:
+            return
         import torch.distributed as dist
 
-        if self.place.world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
         self._joined = False
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def barrier(self, what: str = "waiting for the other ranks") -> None:
         """Wait for all ranks."""

@@ -196,7 +196,9 @@ def check_critic(critic: Any, trainer: Any, root: Any) -> list[str]:
             problems.append(f"critic.{key}={value}: must be at most {high}")
     hook = getattr(schema, "validate", None)
     if not problems and callable(hook):
-        problems += [text.replace("trainer.", "critic.") for text in hook(Config({**known, **values}), root)]
+        own = set(hook(Config(known), root))  # what is wrong with the trainer is said of the trainer
+        wrong = [text for text in hook(Config({**known, **values}), root) if text not in own]
+        problems += [text.replace("trainer.", "critic.") for text in wrong]
     return problems
 
 

@@ -38,6 +38,8 @@ class MathReward:
             raise ConfigError(f"reward.format={format}: must be one of {', '.join(FORMATS)}{nearest(format, FORMATS)}")
         self.format = format
         self.format_score = format_score
+        # Imports and the parser's first use take a second or more: while the process gets ready, not in an item's time.
+        math_reward("1", "1", {})
 
     def __call__(self, text: str, answer: str, fields: Mapping[str, Any]) -> float:
         right = math_reward(text, answer, fields, format=self.format)

@@ -23,7 +23,8 @@ class Shape:
     """The sizes and switches of a dense decoder of the supported families.
 
     ``kv_heads`` query groups; ``head_dim`` may differ from ``hidden / heads``; ``tied`` is whether input and output
-    embedding are one weight; ``inverse_frequencies`` are the ``head_dim / 2`` rotary frequencies, in radians per token.
+    embedding are one weight; ``inverse_frequencies`` are the ``head_dim / 2`` rotary frequencies, in radians per token;
+    ``padding`` the token whose input embedding gets no gradient, as in Hugging Face's models.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class Shape:
     qk_norm: bool
     max_positions: int
     inverse_frequencies: tuple[float, ...]
+    padding: int | None = None
 
     @property
     def group_rows(self) -> int:
@@ -90,6 +92,7 @@ def read_shape(config: Any) -> Shape:
         qk_norm=architecture == "Qwen3ForCausalLM",
         max_positions=int(config.max_position_embeddings),
         inverse_frequencies=_frequencies(config, head_dim, where),
+        padding=getattr(config, "pad_token_id", None),
     )
 
 

@@ -123,6 +123,10 @@ def build_model(shape: Shape, config: Any, layout: Layout, device: torch.device,
         model.rotary_pos_emb.inv_freq = frequencies.to(device)
     else:
         model.register_buffer("inverse_frequencies", frequencies, persistent=False)
+    if layout.first and shape.padding is not None:
+        model.embedding.register_forward_hook(
+            _Padding(shape.padding, layout, config.sequence_parallel), with_kwargs=True
+        )
     if layout.last:
         if critic:
             model.output_layer = ValueHead(config)
@@ -179,6 +183,20 @@ def _select_places(output_layer: Any, inputs: tuple[Tensor, ...]) -> tuple[Tenso
         # What follows gives every rank the whole gradient, so backward only takes this rank's part of it.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tensor_group)
     return (hidden[places], *inputs[1:])
+
+
+class _Padding:
+    """After the embedding: tokens of the padding id give its row no gradient (they do so as output tokens only, where
+    the embedding is tied). It may be a token that texts have, such as one that ends a turn."""
+
+    def __init__(self, padding: int, layout: Layout, sequence_parallel: bool) -> None:
+        self.padding, self.layout, self.sequence_parallel = padding, layout, sequence_parallel
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any], embedded: Tensor) -> Tensor:
+        ids = kwargs["input_ids"][0]
+        if self.sequence_parallel:  # this rank has its part of the tokens
+            ids = ids.chunk(self.layout.tp)[self.layout.part]
+        return torch.where((ids == self.padding)[:, None, None], embedded.detach(), embedded)
 
 
 def _layers(shape: Shape, layout: Layout, device: torch.device) -> TransformerBlockSubmodules:

@@ -87,7 +87,7 @@ class MegatronTrainer(TrainerBase):
         self._take_weights(model, whole)
 
     def _source(self, model: Any, role: str) -> tuple[Any, Any]:
-        """(Hugging Face config, its network or ``None`` where the weights are read from the files of ``model.path``)."""
+        """(Hugging Face config, its network, or ``None`` where weights are read from the files of ``model.path``)."""
         from rlinf_engines.models import load_config, load_model
 
         if model.path is not None and role == "policy" and any(Path(model.path).expanduser().glob("*.safetensors")):
