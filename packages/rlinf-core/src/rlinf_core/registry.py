@@ -60,7 +60,11 @@ class KnownPlugin:
 
 
 KNOWN: dict[str, dict[str, KnownPlugin]] = {
-    "rlinf.trainers": {"torch": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors"))},
+    "rlinf.trainers": {
+        "torch": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors")),
+        "deepspeed": KnownPlugin("rlinf-engines", "deepspeed", ("deepspeed",)),
+        "megatron": KnownPlugin("rlinf-engines", "megatron", ("megatron",)),
+    },
     "rlinf.rollouts": {
         "transformers": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors")),
         "vllm": KnownPlugin("rlinf-engines", "vllm", ("vllm",)),
@@ -77,6 +81,8 @@ KNOWN: dict[str, dict[str, KnownPlugin]] = {
     "rlinf.loggers": {
         "jsonl": KnownPlugin("rlinf-core"),
         "tensorboard": KnownPlugin("rlinf-core", "", ("tensorboard",)),
+        "wandb": KnownPlugin("rlinf-core", "wandb", ("wandb",)),
+        "mlflow": KnownPlugin("rlinf-core", "mlflow", ("mlflow", "sqlalchemy", "alembic")),
     },
 }
 """What the project itself ships, so that a miss can name the command that gives it."""
