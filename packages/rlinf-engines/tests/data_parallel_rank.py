@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ PARTS = [[[0], [1, 2, 3], [6]], [[4, 5, 7]]]
 
 
 def make(case: dict[str, Any], place: ParallelInfo, seed: int = 0) -> TorchTrainer:
-    """A trainer; those of one case have different seeds, and so meet in different places."""
-    if place.init_method:
-        place = replace(place, init_method=f"{place.init_method}_{seed}")
-    model = cases.model_config(case.get("family", "qwen2"), case.get("dtype", "float32"), path=case.get("path"))
+    """A trainer; those of one case meet in the same place, one after the other."""
+    family, dtype = case.get("family", "qwen2"), case.get("dtype", "float32")
+    model = cases.model_config(family, dtype, **case.get("sizes", {}))
     trainer = TorchTrainer(cases.trainer_config(**case.get("keys", {})))
     role = case.get("role", "policy")
     trainer.setup(model, cases.head if role == "policy" else None, place, seed=seed, role=role)
@@ -118,6 +117,18 @@ def failing(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str
     return {"told": told, "numbers": vars(numbers)}
 
 
+def large(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, Any]:
+    """The norm of a gradient of many equal elements, and what it is."""
+    trainer = make(case, place)
+    parameters = list(trainer.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.1 if case["keys"]["sharding"] == "fsdp2" else 0.05)
+    elements = sum(parameter.numel() for parameter in parameters)
+    norm = trainer.step(1.0).grad_norm
+    trainer.close()
+    return {"norm": norm, "exact": math.sqrt(elements) * float(torch.tensor(0.1)), "elements": elements}
+
+
 def leave(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, Any]:
     """What rank 0 is told when rank 1 dies."""
     trainer = make(case, place)
@@ -131,7 +142,7 @@ def leave(case: dict[str, Any], place: ParallelInfo, folder: Path) -> dict[str, 
     return {"told": "nothing"}
 
 
-TASKS = {"train": train, "resume": resume, "failing": failing, "leave": leave}
+TASKS = {"train": train, "resume": resume, "failing": failing, "large": large, "leave": leave}
 
 
 def main(rank: int, world: int, folder: Path, todo: list[dict[str, Any]]) -> None:

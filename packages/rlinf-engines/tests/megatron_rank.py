@@ -1,7 +1,7 @@
 """One rank of the Megatron tests, run as a script: ``megatron_rank.py RANK WORLD FOLDER TASK:ARGUMENT,... ...``.
 
-Tasks run one after another in the same process; each writes what the rank saw to FOLDER/TASK_<RANK>.pt. Arguments are
-layouts, written TPxPP, with ``s`` for sequence parallel.
+Tasks run one after another in the same process; each writes what the rank saw to FOLDER/TASK_<RANK>.pt. Arguments begin
+with a layout, written TPxPP, with ``s`` for sequence parallel.
 """
 
 from __future__ import annotations
@@ -58,31 +58,30 @@ def whole_logits(logits: torch.Tensor, batch: Batch, shard: VocabShard) -> dict[
     return {**outputs, "logits": torch.cat(parts, dim=1)}
 
 
-def steps(ranks: Ranks, layouts: list[str]) -> dict[str, Any]:
-    """Two optimizer steps of each family and role in each layout, on two ways to cut the rows into micro-batches."""
+def steps(ranks: Ranks, wanted: list[str]) -> dict[str, Any]:
+    """Two optimizer steps for each "LAYOUT FAMILY ROLE"; roles differ in how the rows are cut into micro-batches."""
     found: dict[str, Any] = {}
-    for layout in layouts:
-        for family in ("qwen2", "llama"):
-            for role, parts in (("policy", PARTS), ("critic", OTHER_PARTS)):
-                recompute = role == "critic"
-                model = cases.model_config(family, layers=3)
-                trainer = ranks.trainer(layout, model, role, activation_checkpointing=recompute)
-                found[f"{layout} {family} {role}"] = cases.train(trainer, own_parts(trainer, parts), role=role)
-                trainer.close()
+    for case in wanted:
+        layout, family, role = case.split()
+        parts, recompute = (PARTS, False) if role == "policy" else (OTHER_PARTS, True)
+        model = cases.model_config(family, layers=3)
+        trainer = ranks.trainer(layout, model, role, activation_checkpointing=recompute)
+        found[case] = cases.train(trainer, own_parts(trainer, parts), role=role)
+        trainer.close()
     return found
 
 
-def logits(ranks: Ranks, layouts: list[str]) -> dict[str, Any]:
-    """Logits and gradients of one micro-batch."""
+def logits(ranks: Ranks, wanted: list[str]) -> dict[str, Any]:
+    """Logits and gradients of one micro-batch for each "LAYOUT FAMILY"."""
     found: dict[str, Any] = {}
-    for layout in layouts:
-        for family in ("qwen2", "llama"):
-            trainer = ranks.trainer(layout, cases.model_config(family, layers=3), head=whole_logits)
-            batch = cases.collate(cases.make_rows())
-            outputs = trainer.forward([batch])[0]
-            trainer.accumulate([batch], cases.policy_loss)
-            found[f"{layout} {family}"] = (outputs["logits"], trainer.gradients())
-            trainer.close()
+    for case in wanted:
+        layout, family = case.split()
+        trainer = ranks.trainer(layout, cases.model_config(family, layers=3), head=whole_logits)
+        batch = cases.collate(cases.make_rows())
+        outputs = trainer.forward([batch])[0]
+        trainer.accumulate([batch], cases.policy_loss)
+        found[case] = (outputs["logits"], trainer.gradients())
+        trainer.close()
     return found
 
 

@@ -49,6 +49,8 @@ RESUME: dict[str, dict[str, Any]] = {
 FAILING = {
     f"failing-{kind}": {"family": "llama", "keys": {"sharding": kind}, "from": "resume-fsdp2_2"} for kind in SHARDINGS
 }
+SIZES = {"hidden_size": 64, "intermediate_size": 12000, "layers": 2}
+LARGE = {f"large-{kind}": {"sizes": SIZES, "keys": {"sharding": kind, "grad_clip": 0.0}} for kind in SHARDINGS}
 
 
 def start(rank: int, world: int, folder: Path, todo: list[dict[str, Any]]) -> subprocess.Popen[str]:
@@ -90,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     todo = [case(name, "train", fields) for name, fields in TRAIN.items()]
     todo += [case(name, "resume", fields) for name, fields in RESUME.items()]
     todo += [case(name, "failing", fields) for name, fields in FAILING.items()]
+    todo += [case(name, "large", fields) for name, fields in LARGE.items()]
     todo.append(case("leave-fsdp2", "leave", {"keys": {"sharding": "fsdp2"}}))
     last = [case("leave-ddp", "leave", {"keys": {"sharding": "ddp"}})]
     processes = [start(rank, 2, path, cases) for cases in (todo, last) for rank in range(2)]
@@ -199,6 +202,13 @@ def test_one_rank_s_fault_is_told_on_every_rank(name: str, results: Callable[[st
         assert ("NotADirectoryError" if rank == 0 else "saving the checkpoint") in told["save"]
         # Nothing was changed by all this, and the ranks still are in step.
         cases.check_equal(cases.Numbers(**result["numbers"]), expected)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_norm_of_millions_of_elements_is_exact(name: str, results: Callable[[str], list[Any]]) -> None:
+    for result in results(name):
+        assert result["elements"] > 4_000_000  # float32 sums of squares are off in the third digit here
+        assert result["norm"] == pytest.approx(result["exact"], rel=1e-7)
 
 
 @pytest.mark.parametrize(("kind", "what"), [("ddp", "adding gradients"), ("fsdp2", "agreeing on a number")])

@@ -37,6 +37,12 @@ KEYS = {
 WHOLE, SPLIT = [[0, 1, 2, 3, 4, 5, 6, 7]], [[5, 0], [1], [2, 3, 7], [4, 6]]
 
 Make = Callable[..., DeepSpeedTrainer]
+slow = pytest.mark.slow
+
+
+def stages(*quick: int) -> list[Any]:
+    """All stages; those but ``quick`` marked slow."""
+    return [stage if stage in quick else pytest.param(stage, marks=slow) for stage in STAGES]
 
 
 @pytest.fixture
@@ -92,8 +98,15 @@ def go_on(trainer: Any, steps: tuple[int, ...] = (1, 2), switch: bool = False) -
     return found
 
 
-@pytest.mark.parametrize("role", ["policy", "critic"])
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "role"),
+    [
+        ("qwen2", "policy"),
+        pytest.param("qwen2", "critic", marks=slow),
+        pytest.param("llama", "policy", marks=slow),
+        pytest.param("llama", "critic", marks=slow),
+    ],
+)
 def test_every_stage_and_split_equals_the_reference(make: Make, family: str, role: str) -> None:
     model = cases.model_config(family)
     expected = cases.reference(model, cases.trainer_config(), role=role)
@@ -109,14 +122,14 @@ def test_every_stage_and_split_equals_the_reference(make: Make, family: str, rol
     [
         {"zero_stage": 1, "offload_optimizer": True},
         {"zero_stage": 2, "offload_optimizer": True},
-        {"zero_stage": 3, "offload_optimizer": True},
+        pytest.param({"zero_stage": 3, "offload_optimizer": True}, marks=slow),
         {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
-        {"zero_stage": 2, "activation_checkpointing": True},
-        {"zero_stage": 3, "activation_checkpointing": True, "persistence_elements": 0},
+        pytest.param({"zero_stage": 2, "activation_checkpointing": True}, marks=slow),
+        pytest.param({"zero_stage": 3, "activation_checkpointing": True, "persistence_elements": 0}, marks=slow),
         {"zero_stage": 1, "bucket_elements": 1000},
         {"zero_stage": 2, "bucket_elements": 1001},
         {"zero_stage": 2, "grad_clip": 0.0},
-        {"zero_stage": 0, "grad_clip": 0.0},
+        pytest.param({"zero_stage": 0, "grad_clip": 0.0}, marks=slow),
     ],
 )
 def test_variants_equal_the_reference(make: Make, keys: dict[str, Any]) -> None:
@@ -124,7 +137,7 @@ def test_variants_equal_the_reference(make: Make, keys: dict[str, Any]) -> None:
     cases.check_equal(cases.train(make(**keys), SPLIT), expected)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(2))
 def test_bfloat16_keeps_float32_masters(make: Make, stage: int) -> None:
     trainer = make(stage, model=cases.model_config(dtype="bfloat16"), lr=1e-6)
     exact = {name: tensor.clone() for name, tensor in trainer._zero_state().weights()}
@@ -142,7 +155,7 @@ def test_bfloat16_keeps_float32_masters(make: Make, stage: int) -> None:
         assert not torch.equal(tensor, exact[name]), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1))
 def test_a_loss_that_is_no_number_is_refused_and_changes_nothing(make: Make, stage: int) -> None:
     def bad(outputs: Any, batch: Any) -> Any:
         return outputs["logprobs"].sum() * float("nan"), 1.0, {}
@@ -156,7 +169,12 @@ def test_a_loss_that_is_no_number_is_refused_and_changes_nothing(make: Make, sta
     cases.check_equal(cases.train(trainer, SPLIT), expected)
 
 
-@pytest.mark.parametrize("keys", [{"zero_stage": s} for s in STAGES] + [{"zero_stage": 2, "offload_optimizer": True}])
+@pytest.mark.parametrize(
+    "keys",
+    [{"zero_stage": 1}, {"zero_stage": 3}]
+    + [pytest.param({"zero_stage": s}, marks=slow) for s in (0, 2)]
+    + [pytest.param({"zero_stage": 2, "offload_optimizer": True}, marks=slow)],
+)
 def test_a_bad_gradient_is_named_and_changes_nothing(make: Make, keys: dict[str, Any]) -> None:
     class Spoil(torch.autograd.Function):
         @staticmethod
@@ -187,7 +205,7 @@ def test_counts_that_cannot_divide_are_refused(make: Make, count: float) -> None
         make(1).step(count)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(0, 1))
 def test_masked_rows_train_nothing(make: Make, stage: int) -> None:
     """A step of masked rows only has gradient zero; Adam decays the weights all the same."""
     trainer = make(stage, weight_decay=0.0)
@@ -206,7 +224,7 @@ def test_the_schedule_sets_the_learning_rate(make: Make) -> None:
     assert rates == pytest.approx([5e-3, 1e-2, 1e-2])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1))
 def test_a_checkpoint_goes_on_bit_equal_in_its_stage_and_equal_in_others(
     make: Make, tmp_path: Path, stage: int
 ) -> None:
@@ -232,7 +250,7 @@ def test_a_checkpoint_goes_on_bit_equal_in_its_stage_and_equal_in_others(
             assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", stages(1))
 def test_checkpoints_pass_between_backends(make: Make, tmp_path: Path, stage: int) -> None:
     ours = make(stage)
     go_on(ours, (0,))
@@ -259,12 +277,12 @@ def test_a_checkpoint_before_the_first_step(make: Make, tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_do_not_fit_are_refused_by_name(make: Make, tmp_path: Path) -> None:
-    trainer = make(3)
+    trainer = make(1)
     trainer.save(tmp_path / "c")
     with pytest.raises(ConfigError, match=r"is of another model: model\..* is .* there and .* here"):
-        make(3, model=cases.model_config(layers=3)).load(tmp_path / "c")
+        make(1, model=cases.model_config(layers=3)).load(tmp_path / "c")
     with pytest.raises(ConfigError, match="is one of a policy; this trainer's role is critic"):
-        make(3, role="critic").load(tmp_path / "c")
+        make(1, role="critic").load(tmp_path / "c")
     state = tmp_path / "c" / "state.pt"
     state.write_bytes(state.read_bytes()[:-10])
     before = weights(trainer)
@@ -273,8 +291,12 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(make: Make, tmp_path: P
     assert same(before, weights(trainer))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(1, "float32"), (3, "bfloat16")]
+    + [pytest.param(s, "float32", marks=slow) for s in (0, 2, 3)]
+    + [pytest.param(s, "bfloat16", marks=slow) for s in (0, 1, 2)],
+)
 def test_weights_and_exports_have_hugging_face_names(make: Make, tmp_path: Path, stage: int, dtype: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -291,14 +313,19 @@ def test_weights_and_exports_have_hugging_face_names(make: Make, tmp_path: Path,
         assert torch.equal(network.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize("keys", [{"zero_stage": s} for s in STAGES] + [{"zero_stage": 3, "offload_optimizer": True}])
+@pytest.mark.parametrize(
+    "keys",
+    [{"zero_stage": 1}]
+    + [pytest.param({"zero_stage": s}, marks=slow) for s in (0, 2, 3)]
+    + [pytest.param({"zero_stage": 3, "offload_optimizer": True}, marks=slow)],
+)
 def test_switches_between_any_two_calls_change_no_bit(make: Make, keys: dict[str, Any]) -> None:
     plain, switched = make(**keys), make(**keys)
     assert go_on(switched, switch=True) == go_on(plain)
     assert same(weights(switched), weights(plain))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(2))
 def test_offload_moves_all_of_the_state(make: Make, stage: int) -> None:
     trainer = make(stage, persistence_elements=0)
     elements = sum(tensor.numel() for _, tensor in trainer.weights())
@@ -309,7 +336,7 @@ def test_offload_moves_all_of_the_state(make: Make, stage: int) -> None:
     assert moved >= elements * (5 if stage in (1, 2) else 4)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(1))
 def test_use_while_offloaded_is_refused(make: Make, tmp_path: Path, stage: int) -> None:
     trainer = make(stage)
     trainer.offload()
@@ -332,7 +359,7 @@ def test_use_while_offloaded_is_refused(make: Make, tmp_path: Path, stage: int) 
     cases.check_equal(cases.train(trainer, SPLIT), cases.reference(cases.model_config(), cases.trainer_config()))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(2))
 def test_restart_optimizer_begins_a_phase_with_the_same_weights(make: Make, tmp_path: Path, stage: int) -> None:
     trainer = make(stage)
     go_on(trainer, (0,))
@@ -380,7 +407,7 @@ def test_two_engines_live_in_one_process(make: Make) -> None:
     assert go_on(make(3)) == alone
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stages(3))
 def test_a_closed_engine_keeps_no_memory(make: Make, stage: int) -> None:
     trainer = make(stage)
     go_on(trainer, (0,))

@@ -14,7 +14,6 @@ pytest.importorskip("safetensors")
 
 from rlinf_core.errors import ConfigError  # noqa: E402
 from rlinf_engines.trainers.megatron.config import (  # noqa: E402
-    ARCHITECTURES,
     Shape,
     check_parallel,
     padded_vocab,
@@ -30,6 +29,7 @@ from rlinf_engines.trainers.megatron.convert import (  # noqa: E402
     stage_pieces,
     to_shard,
 )
+from rlinf_engines.trainers.megatron.supported import ARCHITECTURES  # noqa: E402
 
 SMALL = Shape(
     architecture="Qwen2ForCausalLM",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -63,18 +64,36 @@ class Run:
         return [torch.load(file, weights_only=False) for file in files]
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def every(*layouts: str) -> list[str]:
+    """Each family and role in each of the layouts."""
+    return [" ".join(case) for case in itertools.product(layouts, ("qwen2", "llama"), ("policy", "critic"))]
+
+
+# Arguments of each task: a case of each kind, and all of them.
+QUICK = {
+    "steps": ["1x1 qwen2 critic", "2x1s qwen2 policy", "1x2 llama critic"],
+    "logits": ["2x1s qwen2"],
+    "state": ["2x1s", "1x2"],
+    "shared": ["2x1"],
+}
+FULL = {
+    "steps": every("1x1", "2x1", "2x1s", "1x2"),
+    "logits": [" ".join(case) for case in itertools.product(("2x1", "2x1s", "1x2"), ("qwen2", "llama"))],
+    "state": ["2x1s", "1x2", "1x1"],
+    "shared": ["2x1", "1x2", "1x1"],
+}
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("full", marks=pytest.mark.slow)])
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks that go through all tasks, trainer after trainer in the same processes; in the last, rank 1 leaves."""
     folder = tmp_path_factory.mktemp("two")
-    tasks = [
-        "steps:1x1,2x1,2x1s,1x2",
-        "logits:2x1,2x1s,1x2",
-        "state:2x1s,1x2,1x1",
-        "shared:2x1,1x2,1x1",
-        "leave:1x2",
-    ]
-    return Run(folder, finish([start(rank, 2, folder, *tasks) for rank in range(2)]))
+    wanted = QUICK if request.param == "quick" else FULL
+    tasks = [f"{task}:{','.join(arguments)}" for task, arguments in wanted.items()]
+    run = Run(folder, finish([start(rank, 2, folder, *tasks, "leave:1x2") for rank in range(2)]))
+    for task in ("steps", "logits", "shared"):
+        assert all(list(found) == wanted[task] for found in run.saw(task))
+    return run
 
 
 @functools.cache
@@ -96,23 +115,23 @@ def test_loss_norm_and_weights_are_the_references(two: Run) -> None:
 
 @pytest.mark.slow
 def test_tensor_with_pipeline_and_with_data_parallel(tmp_path: Path) -> None:
-    ends = finish([start(rank, 4, tmp_path, "steps:2x2,2x2s,2x1") for rank in range(4)])
+    ends = finish([start(rank, 4, tmp_path, "steps:" + ",".join(every("2x2", "2x2s", "2x1"))) for rank in range(4)])
     check_steps(Run(tmp_path, ends).saw("steps"))
 
 
 def test_logits_and_gradients_are_hugging_faces(two: Run) -> None:
     found = two.saw("logits")
-    for family in ("qwen2", "llama"):
-        logits, gradients = hugging_face(family)
-        for layout in ("2x1", "2x1s", "1x2"):
-            for rank in range(2):
-                assert float((found[rank][f"{layout} {family}"][0] - logits).abs().max()) < 1e-4
-            theirs = found[0][f"{layout} {family}"][1]
-            assert theirs.keys() == gradients.keys()
-            for name, gradient in gradients.items():
-                assert float((theirs[name] - gradient).abs().max()) < 1e-4, f"{layout} {family} {name}"
+    for case in found[0]:
+        logits, gradients = hugging_face(case.split()[1])
+        for rank in range(2):
+            assert float((found[rank][case][0] - logits).abs().max()) < 1e-4, case
+        theirs = found[0][case][1]
+        assert theirs.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert float((theirs[name] - gradient).abs().max()) < 1e-4, f"{case} {name}"
 
 
+@functools.cache
 def hugging_face(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits [M, V] and gradients of the loss sum of all rows, a row at a time and without packing."""
     from rlinf_engines.models import load_model, named_weights
@@ -130,11 +149,12 @@ def hugging_face(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def test_a_checkpoint_goes_on_exactly_and_in_another_split(two: Run) -> None:
-    layouts = ["2x1s", "1x2", "1x1"]
     results = two.saw("state")
+    layouts = [key.removesuffix(" steps") for key in results[0] if key.endswith(" steps")]
+    assert layouts in (QUICK["state"], FULL["state"])
     for rank in range(2):
         assert results[rank]["noise"]
-        assert [results[rank][f"{layout} steps"] for layout in layouts] == [2, 2, 2]
+        assert [results[rank][f"{layout} steps"] for layout in layouts] == [2] * len(layouts)
     for layout in layouts[1:]:
         cases.check_equal(results[0][layout], results[0][layouts[0]])
     # After one step both the file and the export were written.

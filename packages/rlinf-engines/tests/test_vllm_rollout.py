@@ -15,6 +15,7 @@ import pytest
 
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import ParallelInfo
+from rlinf_engines.rollouts.vllm_engine import _advice
 from rlinf_engines.rollouts.vllm_rollout import VllmRollout, check_allocator
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
@@ -143,6 +144,42 @@ def test_switches_between_responses_lose_nothing_and_drop_the_cache(found: dict[
 )
 def test_use_while_offloaded_is_refused(found: dict[str, Any], case: str, what: str) -> None:
     assert f"RLinfError: rollout: {what} while offloaded" in found[case]
+
+
+SMALL_CACHE = """
+from types import SimpleNamespace
+from vllm_session import MODEL, ROLLOUT, TINY
+from rlinf_core.errors import RLinfError
+from rlinf_core.types import ParallelInfo
+from rlinf_engines.rollouts.vllm_rollout import VllmRollout
+tiny = SimpleNamespace(**{**vars(TINY), "layers": 8, "max_positions": 1_000_000})
+try:
+    VllmRollout(ROLLOUT).setup(SimpleNamespace(**{**vars(MODEL), "tiny": tiny}), ParallelInfo(), seed=0)
+except RLinfError as error:
+    print(error)
+"""
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S)
+def test_a_cache_too_small_for_one_request_names_the_keys(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_CACHE],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "PYTHONPATH": str(SCRIPT.parent)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "larger than the available KV cache memory" in done.stdout
+    assert "(in our config: rollout.kv_cache_gb, rollout.max_model_len)" in done.stdout
+
+
+@pytest.mark.parametrize(("on_gpu", "key"), [(False, "kv_cache_gb"), (True, "gpu_memory_utilization")])
+def test_the_engine_s_advice_on_memory_is_given_with_our_keys(on_gpu: bool, key: str) -> None:
+    text = "KV cache is needed. Try increasing `gpu_memory_utilization` or decreasing `max_model_len`."
+    assert _advice(text, on_gpu) == f"{text} (in our config: rollout.{key}, rollout.max_model_len)"
 
 
 def test_switching_before_setup_is_harmless() -> None:

@@ -19,7 +19,7 @@ from rlinf_reasoning.conf import (
     Sampling,
     WarmStart,
 )
-from rlinf_reasoning.conf.checks import check_function, check_jsonl, check_pattern, check_recipe, check_template
+from rlinf_reasoning.conf.checks import check_function, check_jsonl, check_pattern, check_recipe, check_stop, check_template
 
 
 def recipe(**changes: Any) -> Config:
@@ -41,6 +41,23 @@ def recipe(**changes: Any) -> Config:
         else:
             data[group] = value
     return Config(data)
+
+
+@pytest.mark.parametrize(
+    ("stop", "tiny", "said"),
+    [
+        ([""], False, "an empty text"),
+        (["a", "b", "a"], False, "'a' is there twice"),
+        (["1="], True, ""),
+        (["1", "\n"], True, "the tiny model has no '\\n'"),
+        (["\n"], False, ""),
+        (["</answer>", "er>"], False, "'</answer>' never comes up, its part 'er>'"),
+    ],
+)
+def test_stop_texts_that_make_no_sense_are_named(stop: list[str], tiny: bool, said: str) -> None:
+    model = {"path": None if tiny else "somewhere", "tiny": {"characters": "0123456789+="}}
+    problems = check_stop(stop, Config({"model": model}).model)
+    assert len(problems) == bool(said) and all(said in problem for problem in problems)
 
 
 def test_the_defaults_are_possible() -> None:

@@ -91,12 +91,15 @@ class Engine:
     def load_weights(self, version: int, weights: Any) -> None:
         self.installed.append((version, list(weights)))
 
+    def close(self) -> None:
+        self.closed = True
+
 
 @pytest.fixture
 def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: Engine})
     monkeypatch.setattr(generator_module, "Registry", loaded)
-    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0}
+    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
     made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling}, tmp_path)
     made.setup()
     return made
@@ -128,6 +131,9 @@ def test_generator_makes_a_sample_of_every_response(generator: Any) -> None:
     assert generator.sampling.temperature == 0.5 and generator.sampling.seed == 5
     generator.install_weights(4, [("w", 1)])
     assert generator.engine.installed == [(4, [("w", 1)])]
+    assert generator.sampling.stop == ("\n",)
+    generator.teardown()
+    assert generator.engine.closed
 
 
 def test_an_empty_prompt_is_named(generator: Any) -> None:
@@ -138,7 +144,7 @@ def test_an_empty_prompt_is_named(generator: Any) -> None:
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> Any:
     loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: Engine})
     monkeypatch.setattr(generator_module, "Registry", loaded)
-    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0}
+    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
     task = {"max_prompt_tokens": 3, "too_long": policy}
     made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling, "task": task}, tmp_path)
     made.setup()

@@ -63,7 +63,9 @@ DEAD_EVERY_S = 2.0
 FEED_CHUNK = 64
 LAST_WORDS_S = 2.0
 STOP_GRACE_S = 5.0
-"""How long ranks may take to end in order before they are killed."""
+"""How long ranks may take to end before they are killed."""
+TEARDOWN_GRACE_S = 60.0
+"""The same after a run that went well: engines take themselves apart, which a busy machine is slow at."""
 CAUSE_WAIT_S = 3.0
 """How long to wait for Ray's word on why a process died."""
 
@@ -529,6 +531,7 @@ class Runtime:
         if client is not None and client.cancelled is None:
             try:
                 if orderly and self.failure is None:
+                    grace = TEARDOWN_GRACE_S
                     ends = [self._dispatch(g, "stop", "teardown", "", 0, lambda m: ((), {})) for g in self.groups]
                 else:
                     client.send(Cancel("the run is being stopped"))

@@ -271,6 +271,9 @@ class Rollout(Protocol):
 
     def offload(self) -> None: ...
 
+    def close(self) -> None:
+        """End the engine, and its processes where it has some; it may be called twice, or before ``setup``."""
+
 
 @runtime_checkable
 class Env(Protocol):

@@ -159,7 +159,8 @@ def recipe(schema: type = Algorithm, **algorithm: Any) -> Config:
         {
             "algorithm": {**vars(schema()), "minibatches": 1, "group_size": 4, **algorithm},
             "trainer": {"name": "small", "lr": 0.05},
-            "model": {"path": None},
+            "model": {"path": None, "tiny": {"max_positions": 64}},
+            "rollout": {},
             "sampling": {"temperature": 1.0, "max_new_tokens": 2},
             "warm_start": {
                 "held_out": 4,

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlinf_engines.conf.fields import key
 from rlinf_engines.conf.trainers import TrainerConfig
+from rlinf_engines.trainers.megatron.supported import architecture_problem, split_problems
 
 
 @dataclass
@@ -30,8 +31,6 @@ class MegatronTrainer(TrainerConfig):
 
 def _split_problems(model: Any, tp: int, pp: int) -> list[str]:
     """What of the model cannot be split so, as far as its config tells without loading anything."""
-    from rlinf_engines.trainers.megatron.config import architecture_problem, split_problems
-
     if model.path is None:
         tiny = model.tiny
         return split_problems(tiny.heads, tiny.kv_heads, tiny.intermediate_size, tiny.layers, tp, pp)

@@ -113,6 +113,13 @@ class TransformersRollout:
         if self._store is not None:
             self._store.offload()
 
+    def close(self) -> None:
+        """Let go of the model, and give host memory back."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self.model = None
+
     def _state(self) -> Iterator[torch.Tensor]:
         import torch
 

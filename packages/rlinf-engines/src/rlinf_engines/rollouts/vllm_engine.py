@@ -290,17 +290,19 @@ def _start(spec: EngineSpec) -> Any:
         try:
             engine = LLMEngine.from_engine_args(EngineArgs(model=spec.directory, **spec.options))
         except (RuntimeError, ValueError, OSError, NotImplementedError) as error:
-            raise RLinfError(f"rollout vllm: the engine did not start: {_advice(str(error))}") from error
+            raise RLinfError(f"rollout vllm: the engine did not start: {_advice(str(error), spec.on_gpu)}") from error
         engine.collective_rpc(install_sampler)
     return engine
 
 
-def _advice(text: str) -> str:
+def _advice(text: str, on_gpu: bool) -> str:
     """What the engine says, with our name of the knob where it names its own."""
+    # On a CPU vLLM advises this too, though the size of its cache is given there.
+    memory = "rollout.gpu_memory_utilization" if on_gpu else "rollout.kv_cache_gb"
     knobs = {
         "VLLM_CPU_KVCACHE_SPACE": "rollout.kv_cache_gb",
         "kv-cache-memory-bytes": "rollout.kv_cache_gb",
-        "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+        "gpu_memory_utilization": memory,
         "max_model_len": "rollout.max_model_len",
         "must be divisible by tensor parallel size": "rollout.tensor_parallel_size",
     }

@@ -246,12 +246,14 @@ class DeepSpeedTrainer(TrainerBase):
     def _plain_step(self, count: float) -> float:
         import torch
 
+        from rlinf_engines.trainers.norms import sum_of_squares
+
         self._zero_state().fill_gradients()
         if self.parallel.world_size > 1:
             self._engine.buffered_allreduce_fallback()  # averages
         grads = [p.grad for p in self.model.parameters()]
         torch._foreach_mul_(grads, self.parallel.world_size / count)
-        grad_norm = float(torch.nn.utils.get_total_norm(grads))
+        grad_norm = math.sqrt(float(sum_of_squares(grads, self.device)))
         if not math.isfinite(grad_norm):
             named = self.model.named_parameters()
             bad = [n for n, p in named if not bool(torch.isfinite(p.grad).all())]

@@ -6,6 +6,7 @@ opened and every call answers at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,9 @@ from rlinf_core.types import ParallelInfo
 
 if TYPE_CHECKING:
     import torch
+
+# How often each rank of this process has opened a group at each rendezvous.
+_openings: Counter[tuple[str, int]] = Counter()
 
 
 class RankGroup:
@@ -39,8 +43,9 @@ class RankGroup:
             raise ConfigError(f"trainer: {place.world_size} ranks need parallel.init_method (file:// or tcp://)")
         if dist.is_initialized():
             raise RLinfError(
-                "trainer: this process is already in a torch.distributed group. Ranks of one trainer need a process "
-                "each: with cluster.debug=true give the trainer one rank"
+                "trainer: this process is already in a torch.distributed group. Every rank needs a process of its own: "
+                "close() the trainer before, put each trainer with several ranks into a worker group of its own, and "
+                "with cluster.debug=true give the trainer one rank"
             )
         cuda = self._device.type == "cuda"
         if cuda and self._device.index is not None:
@@ -72,6 +77,7 @@ class RankGroup:
                 f"{place.timeout_s:g} s{who}: {error}"
             ) from error
         self._joined = True
+        _openings[place.init_method, place.rank] += 1
 
     def leave(self) -> None:
         """Close the group if this object opened it."""
@@ -130,12 +136,17 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def _store(place: ParallelInfo, wait: timedelta) -> Any:
-    """The rendezvous store of ``file://PATH`` or ``tcp://HOST:PORT`` (rank 0 serves it)."""
+    """The rendezvous store of ``file://PATH`` or ``tcp://HOST:PORT`` (rank 0 serves it).
+
+    A file is used for one opening: torch removes it when the last rank closes it, and until then a rank that opens the
+    next group would read there what the last one wrote. All ranks open equally often, so they count to the same name.
+    """
     import torch.distributed as dist
 
     url = urlsplit(place.init_method)
     if url.scheme == "file" and url.path:
-        store = dist.FileStore(url.path, place.world_size)
+        opening = _openings[place.init_method, place.rank]
+        store = dist.FileStore(f"{url.path}.{opening}", place.world_size)
         store.set_timeout(wait)
         return store
     if url.scheme == "tcp" and url.hostname and url.port:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlinf_core.errors import ConfigError
 from rlinf_engines.trainers.group import RankGroup
+from rlinf_engines.trainers.norms import sum_of_squares
 
 
 def shard(network: Any, device: torch.device, ranks: int, dtype: torch.dtype) -> None:
@@ -57,7 +58,7 @@ def average_and_clip(network: Any, count: float, clip: float, group: RankGroup) 
             parameter.grad = torch.zeros_like(parameter)
     grads = [parameter.grad.to_local() for parameter in network.parameters()]
     torch._foreach_div_(grads, count)
-    mine = math.fsum(float(norm) ** 2 for norm in torch._foreach_norm([g for g in grads if g.numel()]))
+    mine = float(sum_of_squares(grads, grads[0].device))
     norm = math.sqrt(math.fsum(group.everyone(mine, "adding gradient norms")))
     if math.isfinite(norm) and 0.0 < clip < norm:
         torch._foreach_mul_(grads, clip / (norm + 1e-12))

@@ -136,11 +136,11 @@ class TorchTrainer(TrainerBase):
             from rlinf_engines.trainers.sharded import average_and_clip
 
             return average_and_clip(self.model, count, float(self.cfg.grad_clip), self._ranks())
-        import torch
+        from rlinf_engines.trainers.norms import sum_of_squares
 
         flat = self._summed_gradients()
         flat.div_(count)
-        norm = float(torch.linalg.vector_norm(flat))
+        norm = math.sqrt(float(sum_of_squares([flat], flat.device)))
         clip = float(self.cfg.grad_clip)
         if math.isfinite(norm) and 0.0 < clip < norm:
             flat.mul_(clip / (norm + 1e-12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Sequence
 from typing import Any
 
 from rlinf_core.errors import ConfigError
@@ -57,6 +58,24 @@ def check_jsonl(path: str, template: str, root: Any) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def check_stop(stop: Sequence[str], model: Any) -> list[str]:
+    """That each of ``sampling.stop`` is a text that a response can come to, and is needed."""
+    problems = []
+    tiny = "path" in model and model.path is None
+    for index, text in enumerate(stop):
+        if not text:
+            problems.append("sampling.stop: an empty text would end every response at once; leave it out")
+        elif text in stop[:index]:
+            problems.append(f"sampling.stop: {text!r} is there twice")
+        elif tiny and (others := sorted(set(text) - set(model.tiny.characters))):
+            problems.append(
+                f"sampling.stop: {text!r} never comes up, the tiny model has no {others[0]!r} (model.tiny.characters)"
+            )
+        elif shorter := next((s for s in stop if s and s != text and s in text), None):
+            problems.append(f"sampling.stop: {text!r} never comes up, its part {shorter!r} ends the response before")
+    return problems
 
 
 def check_recipe(root: Any) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf_reasoning.conf.algorithm_checks import check_critic, check_flow
-from rlinf_reasoning.conf.checks import check_recipe
+from rlinf_reasoning.conf.checks import check_recipe, check_stop
 from rlinf_reasoning.conf.evaluation import Evaluation
 
 RECIPES = {
@@ -27,6 +27,13 @@ class Sampling:
     temperature: float = _key(1.0, "temperature of sampling (evaluation is greedy)", min=1e-3)
     top_p: float = _key(1.0, "least probability mass to draw from", min=1e-6, max=1.0)
     top_k: int = _key(0, "most tokens to draw from; 0: all", min=0)
+    stop: list[str] = field(
+        default_factory=list,
+        metadata={"help": "texts that end a response; the token that completes one is its last"},
+    )
+
+    def validate(self, root: Any) -> list[str]:
+        return check_stop(self.stop, root.model)
 
 
 @dataclass

@@ -11,13 +11,15 @@ from rlinf_core.config import Config
 from rlinf_core.types import ParallelInfo, Prompt
 from rlinf_reasoning.batch import Row, collate, micro_batches
 from rlinf_reasoning.losses import supervised_loss
+from rlinf_reasoning.tasks.chat import PromptEncoder, Prompting, refusal, room_for_prompts
 from rlinf_reasoning.training.backend import accumulate
 
 
 class WarmStart:
     """Supervised training on (prompt, answer) pairs until a share of held-out problems is answered right.
 
-    Reads ``cfg.warm_start``, ``cfg.trainer``. The answer is the whole response, so that being right greedily is the
+    Reads ``cfg.warm_start``, ``cfg.trainer``, and of ``cfg.task`` how prompts become tokens, as the generator does: in
+    the model's chat template, and with those that are too long refused, left out or cut. The answer is the whole response, so that being right greedily is the
     same as every target token (the end token too) being the most likely one, which needs no decoding.
     """
 
@@ -27,6 +29,8 @@ class WarmStart:
         self.trainer_cfg = cfg.trainer
         self.parallel = parallel
         self.seed = seed
+        how = Prompting.of(cfg.task) if "task" in cfg else Prompting()
+        self.encode = PromptEncoder(trainer.tokenizer, how, room=room_for_prompts(cfg))
 
     def __call__(
         self, problems: Sequence[Prompt], progress: Callable[[str], None] = lambda text: None
@@ -35,7 +39,7 @@ class WarmStart:
 
         Returns ``warm_start/steps``, ``warm_start/accuracy``, ``warm_start/loss`` (the last step's).
         """
-        rows = [self._row(problem) for problem in problems]
+        rows = [row for problem in problems if (row := self._row(problem)) is not None]
         held_out, rows = rows[: self.cfg.held_out], rows[self.cfg.held_out :]
         settings = {"lr": self.cfg.lr, "warmup_steps": self.cfg.lr_warmup_steps, "schedule": "constant"}
         self.trainer.restart_optimizer(Config({**self.trainer_cfg.to_dict(), **settings}))
@@ -73,7 +77,13 @@ class WarmStart:
         """The part of this rank's replica."""
         return self.trainer.share(list(rows[self.parallel.rank :: self.parallel.world_size]))
 
-    def _row(self, problem: Prompt) -> Row:
+    def _row(self, problem: Prompt) -> Row | None:
+        """The problem and its answer as tokens; ``None`` for one that ``task.too_long`` leaves out."""
+        found = self.encode(problem)
+        if found.problem:
+            if self.encode.how.too_long == "drop":
+                return None
+            raise refusal(problem, found)
         tokenizer = self.trainer.tokenizer
         answer = [*tokenizer.encode(problem.answer, add_special_tokens=False), tokenizer.eos_token_id]
-        return Row(problem.id, tokenizer.encode(problem.text), answer)
+        return Row(problem.id, found.ids, answer)

@@ -47,7 +47,11 @@ class Generator(Worker):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=self.seed,
+            stop=tuple(sampling.stop),
         )
+
+    def teardown(self) -> None:
+        self.engine.close()
 
     def onload(self) -> None:
         self.engine.onload()

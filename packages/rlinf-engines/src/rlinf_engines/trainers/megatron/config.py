@@ -1,4 +1,4 @@
-"""A Hugging Face config as a megatron-core ``TransformerConfig``: families, what is refused, layers per stage.
+"""A Hugging Face config as a megatron-core ``TransformerConfig``: sizes, what is refused, layers per stage.
 
 Importing this module loads neither torch nor megatron.
 """
@@ -6,15 +6,12 @@ Importing this module loads neither torch nor megatron.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlinf_core.errors import ConfigError
+from rlinf_engines.trainers.megatron.supported import architecture_problem, split_problems, supported_architecture
 
-# Architectures that are computed exactly as Hugging Face computes them (logits and gradients; see the tests).
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -56,7 +53,7 @@ def read_shape(config: Any) -> Shape:
     does support.
     """
     named, kind = list(getattr(config, "architectures", None) or []), str(getattr(config, "model_type", ""))
-    architecture = _architecture(named, kind)
+    architecture = supported_architecture(named, kind)
     if not architecture:
         raise ConfigError(architecture_problem(named, kind))
     where = f"model.path: {architecture}"
@@ -101,29 +98,6 @@ def check_parallel(shape: Shape, tp: int, pp: int) -> None:
     problems = split_problems(shape.heads, shape.kv_heads, shape.intermediate, shape.layers, tp, pp)
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def split_problems(heads: int, kv_heads: int, intermediate: int, layers: int, tp: int, pp: int) -> list[str]:
-    """Why a model of these sizes cannot be split over ``tp`` times ``pp`` ranks."""
-    common = math.gcd(heads, kv_heads, intermediate)
-    if common % tp:
-        count, what = next(
-            (count, what)
-            for count, what in (
-                (heads, "attention heads"),
-                (kv_heads, "key-value heads"),
-                (intermediate, "intermediate_size"),
-            )
-            if count % tp
-        )
-        fits = ", ".join(str(n) for n in range(1, min(common, 64) + 1) if common % n == 0)
-        return [
-            f"trainer.tp: {tp} does not divide the model's {what} {count} (it has {heads} attention heads, {kv_heads} "
-            f"key-value heads, intermediate_size {intermediate}); choose from {fits}, or split it by trainer.pp"
-        ]
-    if pp > layers:
-        return [f"trainer.pp: {pp} stages are more than the model's {layers} layers; choose at most {layers}"]
-    return []
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
@@ -201,23 +175,6 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
-
-
-def architecture_problem(named: Sequence[str], kind: str) -> str:
-    """Why a model whose config.json has these ``architectures`` and this ``model_type`` is not supported, or ``""``."""
-    if _architecture(named, kind):
-        return ""
-    return (
-        f"model.path: trainer=megatron does not support {', '.join(map(str, named)) or kind or 'this architecture'}; "
-        f"it supports {', '.join(ARCHITECTURES)}. trainer=torch takes any causal language model"
-    )
-
-
-def _architecture(named: Sequence[str], kind: str) -> str:
-    """The supported architecture, or ``""``. A critic's config names another head on the same backbone, and a config
-    made in memory may name none."""
-    known = [name for name in named if name in ARCHITECTURES]
-    return known[0] if known else _TYPES.get(kind, "")
 
 
 def _frequencies(config: Any, head_dim: int, where: str) -> tuple[float, ...]:

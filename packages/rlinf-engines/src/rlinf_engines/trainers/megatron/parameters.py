@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlinf_engines.trainers.megatron.config import Shape
 from rlinf_engines.trainers.megatron.convert import Piece
 from rlinf_engines.trainers.megatron.layout import Layout
+from rlinf_engines.trainers.norms import sum_of_squares
 
 
 class Parameters:
@@ -112,10 +113,12 @@ class Parameters:
         """The 2-norm of the whole model's gradient, each element counted once, in float64. Collective."""
         import torch.distributed as dist
 
-        squares = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
-        for piece, total in zip(self.pieces, self.gradients(), strict=True):
-            if not piece.copy and (piece.sharded or self._layout.part == 0):
-                squares += torch.linalg.vector_norm(total, dtype=torch.float64) ** 2
+        once = [
+            total
+            for piece, total in zip(self.pieces, self.gradients(), strict=True)
+            if not piece.copy and (piece.sharded or self._layout.part == 0)
+        ]
+        squares = sum_of_squares(once, self.masters[0].device)
         if self._layout.tp * self._layout.pp > 1:
             dist.all_reduce(squares, group=self._layout.replica)
         return float(squares.sqrt())

@@ -1,0 +1,67 @@
+"""Every trainer with every rollout backend, model family and algorithm: what docs/support-matrix.md says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HERE = Path(__file__).parent
+TRAINERS = ("torch", "deepspeed", "megatron")
+PATIENCE_S = 540.0
+YES, NO = "yes", "refused: "
+# The largest difference between the log-probs of engine and trainer: one in float32, so it is rounding.
+GAP = 1e-4
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def documented() -> dict[str, str]:
+    """What the table says of each cell, by trainer/rollout/family/algorithm."""
+    lines = (ROOT / "docs" / "support-matrix.md").read_text(encoding="utf-8").splitlines()
+    rows = [[part.strip(" `") for part in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    (_, _, _, *algorithms), _, *rest = rows
+    return {"/".join((*row[:3], name)): said for row in rest for name, said in zip(algorithms, row[3:], strict=True)}
+
+
+def test_the_table_has_every_cell_once() -> None:
+    cells = documented()
+    assert {name.split("/")[0] for name in cells} == set(TRAINERS)
+    assert len(cells) == 3 * 2 * 2 * 3
+    assert all(said == YES or said.startswith(NO) for said in cells.values())
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_cells_are_as_documented(trainer: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "support_cells.py"), trainer, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    cells: dict[str, dict[str, Any]] = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
+    expected = {name: said for name, said in documented().items() if name.startswith(f"{trainer}/")}
+    assert cells.keys() == expected.keys()
+    for name, said in expected.items():
+        found = cells[name]
+        if said != YES:
+            assert said.removeprefix(NO) in found.get("refused", ""), (name, found)
+            continue
+        assert found.get("code") == 0, (name, found, done.stderr[-5000:])
+        step = found["step"]
+        assert found["versions"] == [2], (name, "weights after the warm start and after the step")
+        assert step["groups/without_signal"] == 0.0 and step["staleness/max"] == 0.0, (name, step)
+        assert all(math.isfinite(step[key]) for key in ("loss", "policy/ratio", "policy/entropy")), (name, step)
+        assert math.isfinite(step["grad_norm"]) and step["grad_norm"] > 0.0, (name, step)
+        assert step["policy/engine_gap_max"] < GAP, (name, step["policy/engine_gap_max"])
+        if name.endswith("/ppo"):
+            assert math.isfinite(step["critic/loss"]) and step["critic/loss"] > 0.0, (name, step)
