@@ -155,6 +155,13 @@ def test_overrides_are_typed_as_in_the_schema(toys: None) -> None:
     assert compose("toys/count", ["seed=3", "batch=${seed}", "group_size=1"]).batch == 3
 
 
+def test_an_open_mapping_takes_new_keys(toys: None) -> None:
+    cfg = compose("toys/count", ["placement.maker=0-1", "+profile.overrides.trainer=small", "profile.overrides.k=2"])
+    assert cfg.placement.maker == "0-1"
+    assert cfg.profile.overrides.to_dict() == {"trainer": "small", "k": 2}
+    assert "unknown key" in fault("toys/count", "cluster.k=2")
+
+
 def test_a_group_is_chosen_by_name_and_brings_its_own_keys(toys: None) -> None:
     free = compose("toys/count", ["rollout=free", "rollout.nested.depth=3"])
     assert free.rollout.to_dict() == {"name": "free", "nested": {"depth": 3}, "slots": 5}

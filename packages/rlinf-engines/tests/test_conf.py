@@ -23,6 +23,9 @@ def root(model: Any) -> SimpleNamespace:
 def test_composing_and_reading_metadata_load_nothing_heavy() -> None:
     code = (
         "import sys, rlinf_engines.conf, rlinf_engines.model_check\n"
+        "from types import SimpleNamespace\n"
+        "root = SimpleNamespace(model=rlinf_engines.conf.Model())\n"
+        "assert rlinf_engines.conf.MegatronTrainer(tp=3).validate(root)[0].startswith('trainer.tp: 3')\n"
         "from rlinf_engines.trainers.torch_trainer import TorchTrainer\n"
         "from rlinf_engines.rollouts.transformers_rollout import TransformersRollout\n"
         "from rlinf_engines.rollouts.vllm_rollout import VllmRollout\n"

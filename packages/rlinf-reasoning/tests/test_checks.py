@@ -19,7 +19,14 @@ from rlinf_reasoning.conf import (
     Sampling,
     WarmStart,
 )
-from rlinf_reasoning.conf.checks import check_function, check_jsonl, check_pattern, check_recipe, check_stop, check_template
+from rlinf_reasoning.conf.checks import (
+    check_function,
+    check_jsonl,
+    check_pattern,
+    check_recipe,
+    check_stop,
+    check_template,
+)
 
 
 def recipe(**changes: Any) -> Config:
@@ -33,6 +40,9 @@ def recipe(**changes: Any) -> Config:
         "eval": vars(Evaluation()),
         "model": {"path": None, "tiny": {"max_positions": 64, "characters": "0123456789+="}},
         "task": {"path": "", "template": "{prompt}"},
+        "cluster": {"debug": False},
+        "trainer": {"name": "deepspeed"},
+        "rollout": {"name": "vllm", "engine_process": False},
     }
     for name, value in changes.items():
         group, _, key = name.partition("__")
@@ -69,6 +79,7 @@ def test_the_defaults_are_possible() -> None:
     [
         ({"warm_start__problems": 300}, ["warm_start.problems: 300", "at least 328"]),
         ({"warm_start__held_out": 0}, ["warm_start.held_out: 0"]),
+        ({"cluster__debug": True}, ["rollout.engine_process: with cluster.debug=true", "=true"]),
         ({"sampling__max_new_tokens": 64}, ["sampling.max_new_tokens: 64", "64 positions"]),
     ],
 )

@@ -58,11 +58,6 @@ class VllmRollout:
         problems = plugin("rlinf.rollouts", self.name, "rollout.name")
         if model.dtype == "float64":
             problems.append("model.dtype: vllm does not compute in float64; use float32 or bfloat16")
-        if "trainer" in root and root.trainer.name == "deepspeed" and root.cluster.debug and not self.engine_process:
-            problems.append(
-                "rollout.engine_process: with cluster.debug=true vllm and deepspeed would be in one process, whose "
-                "torch.distributed group each of them takes for its own; set rollout.engine_process=true"
-            )
         limit = max_positions(model)
         if self.max_model_len is not None and limit is not None and self.max_model_len > limit:
             problems.append(

@@ -90,6 +90,17 @@ def check_recipe(root: Any) -> list[str]:
         )
     if warm.max_steps and not warm.held_out:
         problems.append("warm_start.held_out: 0 leaves nothing to measure warm_start.target_accuracy on; try 128")
+    rollout = root.rollout
+    if (
+        root.cluster.debug
+        and root.trainer.name == "deepspeed"
+        and rollout.name == "vllm"
+        and not rollout.engine_process
+    ):
+        problems.append(
+            "rollout.engine_process: with cluster.debug=true, vllm and deepspeed would be in one process, whose "
+            "torch.distributed group each of them takes for its own; set rollout.engine_process=true"
+        )
     if root.model.path is None and sampling.max_new_tokens >= root.model.tiny.max_positions:
         problems.append(
             f"sampling.max_new_tokens: {sampling.max_new_tokens} leaves no room for a prompt in the model's "

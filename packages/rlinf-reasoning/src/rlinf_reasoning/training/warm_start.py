@@ -19,8 +19,9 @@ class WarmStart:
     """Supervised training on (prompt, answer) pairs until a share of held-out problems is answered right.
 
     Reads ``cfg.warm_start``, ``cfg.trainer``, and of ``cfg.task`` how prompts become tokens, as the generator does: in
-    the model's chat template, and with those that are too long refused, left out or cut. The answer is the whole response, so that being right greedily is the
-    same as every target token (the end token too) being the most likely one, which needs no decoding.
+    the model's chat template, and with those that are too long refused, left out or cut. The answer is the whole
+    response, so that being right greedily is the same as every target token (the end token too) being the most likely
+    one, which needs no decoding.
     """
 
     def __init__(self, trainer: Any, cfg: Any, parallel: ParallelInfo, seed: int) -> None:

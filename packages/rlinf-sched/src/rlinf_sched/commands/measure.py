@@ -144,6 +144,7 @@ def measure(
     from rlinf_core import runner
     from rlinf_core.cluster import connect
 
+    _merge(cfg.to_dict(), cfg.profile.overrides.to_dict(), "profile.overrides")  # refused before anything is started
     _, graph, _ = runner.prepare(cfg, out)
     if PHASE not in graph.phases:
         raise SchedError(f"the recipe has no phase {PHASE!r} to profile; it has {', '.join(graph.phases)}")
@@ -335,9 +336,11 @@ def _placed(stage: StageSpec, devices: int) -> str:
 
 
 def _merge(data: dict[str, Any], changes: dict[str, Any], where: str) -> None:
+    from rlinf_core.errors import ConfigError, nearest
+
     for key, value in changes.items():
         if key not in data:
-            raise SchedError(f"{where}.{key}: there is no such key in this recipe")
+            raise ConfigError(f"{where}.{key}: there is no such key in this recipe{nearest(key, data)}")
         if isinstance(value, dict) and isinstance(data[key], dict):
             _merge(data[key], value, f"{where}.{key}")
         else:
