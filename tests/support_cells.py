@@ -52,6 +52,7 @@ OWN = {
     "ppo": ("algorithm.critic_warmup_steps=0",),
     "vllm": ("rollout.max_num_seqs=8",),
     "deepspeed/vllm": ("rollout.engine_process=true",),
+    "megatron/vllm": ("rollout.engine_process=true",),
 }
 versions: list[int] = []
 """Versions of the weights that the engines had at the end of a run."""

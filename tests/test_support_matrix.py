@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from rlinf_core import compose
+from rlinf_core.errors import ConfigError
+
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
 TRAINERS = ("torch", "deepspeed", "megatron")
@@ -65,3 +68,12 @@ def test_the_cells_are_as_documented(trainer: str, tmp_path: Path) -> None:
         assert step["policy/engine_gap_max"] < GAP, (name, step["policy/engine_gap_max"])
         if name.endswith("/ppo"):
             assert math.isfinite(step["critic/loss"]) and step["critic/loss"] > 0.0, (name, step)
+
+
+@pytest.mark.parametrize("trainer", ["deepspeed", "megatron"])
+def test_one_process_for_vllm_and_a_trainer_with_a_group_is_refused(trainer: str) -> None:
+    words = ["cluster.debug=true", f"trainer={trainer}", "rollout=vllm"]
+    with pytest.raises(ConfigError, match=rf"vllm and {trainer} would be in one process.*rollout\.engine_process=true"):
+        compose("reasoning/grpo_arithmetic", words)
+    compose("reasoning/grpo_arithmetic", [*words, "rollout.engine_process=true"])
+    compose("reasoning/grpo_arithmetic", words[1:])

@@ -17,7 +17,7 @@ from rlinf_engines.trainers.group import RankGroup
 
 
 def main(rank: int, folder: Path) -> None:
-    place = ParallelInfo(rank=rank, world_size=2, init_method=f"file://{folder}/meet", timeout_s=20.0)
+    place = ParallelInfo(rank=rank, world_size=2, init_method=f"file://{folder}/meet", timeout_s=60.0)
     store, opened = dist.FileStore, 0
 
     def tell(*args: Any) -> Any:

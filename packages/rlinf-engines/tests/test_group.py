@@ -18,6 +18,7 @@ from rlinf_engines.trainers.group import RankGroup  # noqa: E402
 SCRIPT = Path(__file__).with_name("group_rank.py")
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_rank_opens_the_next_group_while_another_is_in_the_last_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "second")
@@ -33,7 +34,7 @@ def test_a_rank_opens_the_next_group_while_another_is_in_the_last_one(tmp_path: 
     ]
     try:
         for process in ranks:
-            _, err = process.communicate(timeout=50)
+            _, err = process.communicate(timeout=100)
             assert process.returncode == 0, err
     finally:
         for process in ranks:

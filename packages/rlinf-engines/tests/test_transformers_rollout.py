@@ -61,6 +61,15 @@ def test_it_is_a_rollout(make_rollout: Any) -> None:
     assert isinstance(make_rollout(), Rollout)
 
 
+def test_closed_it_draws_nothing(make_rollout: Any) -> None:
+    rollout = make_rollout()
+    rollout.close()
+    rollout.close()
+    TransformersRollout(SimpleNamespace(max_num_seqs=1)).close()
+    with pytest.raises(RLinfError, match="closed, or was never set up"):
+        list(rollout.generate(requests(1), SAMPLING))
+
+
 def test_every_request_is_answered_once(make_rollout: Any) -> None:
     asked = requests()
     got = list(make_rollout().generate(asked, SAMPLING))

@@ -69,6 +69,8 @@ class TransformersRollout:
         from rlinf_engines.rollouts.stop_strings import check_stop
         from rlinf_engines.sampling import check_sampling
 
+        if self.model is None:
+            raise RLinfError("rollout transformers: the engine is closed, or was never set up")
         check_sampling(sampling)
         check_stop(sampling.stop)
         check_requests(requests, sampling, self._max_positions, self.model.config.vocab_size)

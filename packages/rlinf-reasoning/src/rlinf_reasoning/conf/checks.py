@@ -10,6 +10,9 @@ from typing import Any
 from rlinf_core.errors import ConfigError
 from rlinf_core.registry import check_name
 
+# Trainers that want a torch.distributed group on one rank too.
+GROUPED = ("deepspeed", "megatron")
+
 
 def check_pattern(pattern: str | None) -> list[str]:
     if pattern is None:
@@ -90,15 +93,10 @@ def check_recipe(root: Any) -> list[str]:
         )
     if warm.max_steps and not warm.held_out:
         problems.append("warm_start.held_out: 0 leaves nothing to measure warm_start.target_accuracy on; try 128")
-    rollout = root.rollout
-    if (
-        root.cluster.debug
-        and root.trainer.name == "deepspeed"
-        and rollout.name == "vllm"
-        and not rollout.engine_process
-    ):
+    rollout, trainer = root.rollout, root.trainer.name
+    if root.cluster.debug and trainer in GROUPED and rollout.name == "vllm" and not rollout.engine_process:
         problems.append(
-            "rollout.engine_process: with cluster.debug=true, vllm and deepspeed would be in one process, whose "
+            f"rollout.engine_process: with cluster.debug=true, vllm and {trainer} would be in one process, whose "
             "torch.distributed group each of them takes for its own; set rollout.engine_process=true"
         )
     if root.model.path is None and sampling.max_new_tokens >= root.model.tiny.max_positions:
