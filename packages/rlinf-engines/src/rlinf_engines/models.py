@@ -10,6 +10,7 @@ import json
 import shutil
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,8 @@ def export_model(
     }
     _quiet()
     try:
-        network.save_pretrained(aside, state_dict=state)
+        with _unwrapped():
+            network.save_pretrained(aside, state_dict=state)
         tokenizer.save_pretrained(aside)
         if dtype is not None:  # the library writes down the format that it finds in memory
             config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
@@ -174,6 +176,20 @@ def export_model(
     finally:
         network.config.dtype = own
     replace_directory(aside, target)
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """The library looks for wrappers of DeepSpeed around a model that it saves, and imports all of that (a second, and
+    a warning) where it is installed. Ours has none."""
+    from transformers import modeling_utils
+
+    unwrap = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, *_, **__: model
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = unwrap
 
 
 def replace_directory(aside: Path, target: Path) -> None:
