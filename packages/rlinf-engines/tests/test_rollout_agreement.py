@@ -51,6 +51,7 @@ def test_tiny_models_with_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -62,6 +63,7 @@ def test_memory_stays_flat_over_twenty_installations(tmp_path: Path, backend: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_real_model(tmp_path: Path, backend: str) -> None:
