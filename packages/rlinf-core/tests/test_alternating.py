@@ -44,10 +44,10 @@ def program(flow: Any, cfg: Any) -> None:
     c = flow.group("c", Last, cfg)
     for step in flow.steps(2):
         numbers, made, done = step.channels("numbers", "made", "done")
-        step.feed(numbers, list(range(8)))
         a.work(numbers, made)
         b.work(made, done)
         step.report(c.take(done), reduce="sum")
+        step.feed(numbers, list(range(8)))  # last: nobody gives way to a stage that is not called yet
         step.join()
 
 
