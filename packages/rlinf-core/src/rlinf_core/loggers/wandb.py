@@ -1,7 +1,8 @@
 """Weights & Biases (https://wandb.ai): one run for each run directory.
 
 Set it up with its own variables: ``WANDB_PROJECT`` (``rlinf`` by default), ``WANDB_NAME``, ``WANDB_ENTITY``,
-``WANDB_TAGS``, ``WANDB_MODE=offline`` (files below the run directory, for ``wandb sync`` later).
+``WANDB_TAGS``, ``WANDB_MODE=offline`` (files below the run directory, for ``wandb sync`` later; what a run that goes on
+writes is in ``wandb-2/`` and so on).
 """
 
 from __future__ import annotations
@@ -42,12 +43,17 @@ class WandbLogger:
             identity = uuid.uuid4().hex[:12]
             path.write_text(identity + "\n", encoding="utf-8")
         offline = os.environ.get("WANDB_MODE", "online") != "online"
+        place = run_dir
+        # wandb names a folder after the second; a run that goes on within it would overwrite what was written before.
+        if earlier := len(list(run_dir.glob(f"**/offline-run-*-{identity}"))):
+            place = run_dir / f"wandb-{earlier + 1}"
+            place.mkdir(exist_ok=True)
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or PROJECT,
                 name=os.environ.get("WANDB_NAME") or run_name(run_dir),
                 id=identity,
-                dir=str(run_dir),
+                dir=str(place),
                 resume=None if offline else "allow",  # offline there is nobody to ask; `wandb sync` joins equal ids
                 settings=wandb.Settings(console="off", quiet=True),  # the progress line is not for a log file
             )
