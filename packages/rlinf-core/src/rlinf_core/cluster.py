@@ -229,8 +229,13 @@ TOKEN = Path("~/.ray/auth_token")
 
 
 def use_token() -> None:
-    """Show the cluster's token when there is one on this machine (``rlinf head`` asks for it). Before Ray is imported,
-    which reads the environment once; ``RAY_AUTH_MODE`` decides where it is set."""
+    """Show the cluster's token when there is one on this machine (``rlinf head`` asks for it).
+
+    ``RAY_AUTH_MODE`` decides where it is set. Ray reads the environment once, when it is imported: where that has
+    happened, what this process believes and what it would tell its children would differ, and nothing is done.
+    """
+    if "ray" in sys.modules:
+        return
     known = os.environ.get(AUTH_TOKEN) or Path(os.environ.get(AUTH_TOKEN_PATH) or TOKEN).expanduser().is_file()
     if known:
         os.environ.setdefault(AUTH_MODE, "token")

@@ -97,14 +97,16 @@ def _node(words: list[str], host: str | None, slots: int, address: str, more: st
                 preexec_fn=_end_with_parent,
             )
         try:
-            previous = signal.signal(signal.SIGTERM, _interrupt)
+            # Ctrl-C too: a shell's background job is started with it ignored.
+            previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 return _watch(node, log, address, slots, more)
             except KeyboardInterrupt:
                 print("rlinf: stopping the node", file=sys.stderr, flush=True)
                 return OK
             finally:
-                signal.signal(signal.SIGTERM, previous)
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
         finally:
             _stop(node)
 
