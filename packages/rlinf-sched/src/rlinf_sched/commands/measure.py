@@ -144,7 +144,6 @@ def measure(
     from rlinf_core import runner
     from rlinf_core.cluster import connect
 
-    _merge(cfg.to_dict(), cfg.profile.overrides.to_dict(), "profile.overrides")  # refused before anything is started
     _, graph, _ = runner.prepare(cfg, out)
     if PHASE not in graph.phases:
         raise SchedError(f"the recipe has no phase {PHASE!r} to profile; it has {', '.join(graph.phases)}")
@@ -156,6 +155,7 @@ def measure(
             f"placement.{fixed[0]}: where stages on devices run is what is being planned; leave it out, or write it "
             "into a plan file"
         )
+    _merge(cfg.to_dict(), cfg.profile.overrides.to_dict(), "profile.overrides")  # refused before anything is started
     with connect(cfg.cluster, f"{recipe}/profile") as cluster:  # one Ray for all the short runs
         return _measured(cfg, recipe, graph, cluster.info, counts(devices, cluster.info), portions, out)
 
