@@ -57,7 +57,10 @@ def test_install_puts_vllm_in_by_itself_and_last() -> None:
     ("arguments", "why"),
     [
         (["rlinf-engine"], "no package 'rlinf-engine' in this checkout; there are: rlinf-algos, "),
-        (["rlinf-engines[vlm]"], "rlinf-engines has no extra 'vlm'; it has: all, test, torch, vllm"),
+        (
+            ["rlinf-engines[vlm]"],
+            "rlinf-engines has no extra 'vlm'; it has: all, deepspeed, gguf, megatron, test, torch, vllm",
+        ),
         (["rlinf engines"], "cannot read 'rlinf engines'"),
         (["rlinf-algos", "--python", "/does/not/exist"], "/does/not/exist: there is no such file"),
         (["rlinf-algos", "--env", "../x"], "--env '../x': letters, digits"),

@@ -42,6 +42,10 @@ VLLM = SimpleNamespace(
     kv_cache_gb=1,
     gpu_memory_utilization=0.5,
     gpu_sleep=True,
+    tensor_parallel_size=1,
+    engine_process=False,
+    max_restarts=2,
+    stall_timeout_s=300.0,
 )
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7, seed=3)
 SHARDS = 2
