@@ -45,8 +45,10 @@ class EvalAnswers(Answers):
 
 
 @dataclass
-class EvalSampling:
-    max_new_tokens: int = _key(512, "limit of a response, end token included", min=1)
+class Sampling:
+    """How responses are drawn, in training."""
+
+    max_new_tokens: int = _key(5, "limit of a response, end token included", min=1)
     temperature: float = _key(1.0, "temperature of sampling, where answers are not greedy", min=1e-3)
     top_p: float = _key(1.0, "least probability mass to draw from", min=1e-6, max=1.0)
     top_k: int = _key(0, "most tokens to draw from; 0: all", min=0)
@@ -57,6 +59,11 @@ class EvalSampling:
 
     def validate(self, root: Any) -> list[str]:
         return check_stop(self.stop, root.model)
+
+
+@dataclass
+class EvalSampling(Sampling):
+    max_new_tokens: int = _key(512, "limit of a response, end token included", min=1)
 
 
 @dataclass

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf_reasoning.conf.algorithm_checks import check_critic, check_flow
-from rlinf_reasoning.conf.checks import check_recipe, check_stop
-from rlinf_reasoning.conf.evaluation import Evaluation
+from rlinf_reasoning.conf.checks import check_recipe
+from rlinf_reasoning.conf.evaluation import Evaluation, Sampling
 
 RECIPES = {
     "plain": "reasoning/grpo_arithmetic or reasoning/grpo_math",
@@ -19,21 +19,6 @@ RECIPES = {
 def _key(default: Any, text: str, **limits: Any) -> Any:
     """A dataclass field with its help text and limits."""
     return field(default=default, metadata={"help": text, **limits})
-
-
-@dataclass
-class Sampling:
-    max_new_tokens: int = _key(5, "limit of a response, end token included", min=1)
-    temperature: float = _key(1.0, "temperature of sampling (evaluation is greedy)", min=1e-3)
-    top_p: float = _key(1.0, "least probability mass to draw from", min=1e-6, max=1.0)
-    top_k: int = _key(0, "most tokens to draw from; 0: all", min=0)
-    stop: list[str] = field(
-        default_factory=list,
-        metadata={"help": "texts that end a response; the token that completes one is its last"},
-    )
-
-    def validate(self, root: Any) -> list[str]:
-        return check_stop(self.stop, root.model)
 
 
 @dataclass
@@ -71,7 +56,7 @@ class GrpoMath(Recipe):
     def validate(self, root: Any) -> list[str]:
         if root.model.path is None:
             return ["model.path: this recipe trains a pretrained model; give its directory, model.path=DIR"]
-        return [*check_recipe(root), *check_flow(root, RECIPES)]
+        return Recipe.validate(self, root)  # by name: ``self`` is a configuration node
 
 
 @dataclass

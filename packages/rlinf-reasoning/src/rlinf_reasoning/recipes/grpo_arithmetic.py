@@ -55,10 +55,7 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
         step.report(actor.train(scored))
         actor.publish_weights(to=generator)
         step.join()
-        if flow.every(step, cfg.eval.every) and not step.last:
-            evaluate(f"step {step.index + 1}")
-        if flow.every(step, cfg.checkpoint.every) and not step.last:
-            phases.save(flow, step.index + 1, actor)
+        phases.at_intervals(flow, cfg, step, evaluate, actor)
 
     evaluate("after")
     phases.save(flow, cfg.num_steps, actor)

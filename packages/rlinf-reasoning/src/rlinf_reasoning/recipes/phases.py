@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rlinf_core import Flow
-from rlinf_core.flow import Group
+from rlinf_core.flow import Group, Step
 from rlinf_reasoning.tasks.base import PromptData
 
 
@@ -24,6 +25,17 @@ def evaluate(flow: Flow, cfg: Any, data: PromptData, generator: Group, reward: G
         report = step.join()
         flow.record(when, report)
     return report
+
+
+def at_intervals(
+    flow: Flow, cfg: Any, step: Step, evaluate: Callable[[str], Any], actor: Group, *others: Group
+) -> None:
+    """After a joined training step, the last one left out: evaluate every ``cfg.eval.every`` steps, and ``save`` every
+    ``cfg.checkpoint.every``, in this order, so that a checkpoint knows how good it is."""
+    if flow.every(step, cfg.eval.every) and not step.last:
+        evaluate(f"step {step.index + 1}")
+    if flow.every(step, cfg.checkpoint.every) and not step.last:
+        save(flow, step.index + 1, actor, *others)
 
 
 def save(flow: Flow, steps_done: int, actor: Group, *others: Group) -> None:

@@ -62,10 +62,7 @@ def ppo_arithmetic(flow: Flow, cfg: Any) -> None:
         step.report(critic.train(valued))
         actor.publish_weights(to=generator)
         step.join()
-        if flow.every(step, cfg.eval.every) and not step.last:
-            evaluate(f"step {step.index + 1}")
-        if flow.every(step, cfg.checkpoint.every) and not step.last:
-            phases.save(flow, step.index + 1, actor, critic)
+        phases.at_intervals(flow, cfg, step, evaluate, actor, critic)
 
     evaluate("after")
     phases.save(flow, cfg.num_steps, actor, critic)
