@@ -6,9 +6,11 @@ opened and every call answers at once.
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -30,6 +32,7 @@ class RankGroup:
         self.place = place
         self._device = device
         self._joined = False
+        self._store: Any = None
 
     def join(self) -> None:
         """Meet the other ranks and open the group. A peer that does not come in time is an error that names it."""
@@ -76,7 +79,7 @@ class RankGroup:
                 f"{self._me()}: joining the other ranks through {place.init_method} failed within "
                 f"{place.timeout_s:g} s{who}: {error}"
             ) from error
-        self._joined = True
+        self._joined, self._store = True, store
         _openings[place.init_method, place.rank] += 1
 
     def leave(self) -> None:
@@ -88,6 +91,8 @@ class RankGroup:
         self._joined = False
         if dist.is_initialized():
             dist.destroy_process_group()
+        with _one_at_a_time(self.place):
+            self._store = None
 
     def barrier(self, what: str = "waiting for the other ranks") -> None:
         """Wait for all ranks."""
@@ -133,6 +138,23 @@ def is_peer_failure(error: BaseException) -> bool:
 
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
+
+
+@contextmanager
+def _one_at_a_time(place: ParallelInfo) -> Iterator[None]:
+    """Around the closing of a rank's store: two ranks that close at once would each leave the file to the other.
+
+    torch counts the ranks that have finished and those that hold the file in two steps. Where the directory can't be
+    locked (some network file systems), the file may stay.
+    """
+    url = urlsplit(place.init_method)
+    with ExitStack() as held:
+        if url.scheme == "file":
+            with suppress(OSError):
+                directory = os.open(os.path.dirname(url.path), os.O_RDONLY)
+                held.callback(os.close, directory)
+                fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
 
 
 def _store(place: ParallelInfo, wait: timedelta) -> Any:
