@@ -300,6 +300,10 @@ def test_stop_texts_end_responses_after_the_token_that_completes_them(make_rollo
         shortened += len(response.token_ids) < len(whole.token_ids)
         assert response.finish_reason == ("stop" if ends else whole.finish_reason)
     assert shortened
+    endless = by_id(rollout.generate(asked, dataclasses.replace(sampling, ignore_eos=True)))
+    assert {(len(r.token_ids), r.finish_reason) for r in endless.values()} == {(30, "length")}
+    for name, whole in free.items():
+        assert endless[name].token_ids[: len(whole.token_ids)] == whole.token_ids
     with pytest.raises(ConfigError, match="sampling.stop: '' is not a text"):
         rollout.generate(asked, dataclasses.replace(sampling, stop=("",)))
 

@@ -107,6 +107,7 @@ def test_stop_texts_end_responses_after_the_token_that_completes_them(found: dic
     assert found["stop_number"] > 0
     assert found["stop_same"] and found["stop_lengths"]
     assert found["stop_reasons"] == ["stop"]
+    assert found["endless"] == [[40, "length"]]
 
 
 @needs_vllm

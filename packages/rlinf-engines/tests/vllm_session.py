@@ -160,11 +160,13 @@ def stop_texts(rollout: VllmRollout, asked: list[GenerateRequest]) -> dict[str, 
     free = {r.id: r for r in rollout.generate(asked, sampling)}
     text = rollout.tokenizer.decode(max(free.values(), key=lambda r: len(r.token_ids)).token_ids)[4:6]
     cut = {r.id: r for r in rollout.generate(asked, dataclasses.replace(sampling, stop=(text,)))}
+    endless = rollout.generate(asked, dataclasses.replace(sampling, ignore_eos=True))
     expected = {name: up_to(text, response.token_ids, rollout.tokenizer) for name, response in free.items()}
     return {
         "stop_same": {name: r.token_ids for name, r in cut.items()} == expected,
         "stop_number": sum(len(r.token_ids) < len(free[name].token_ids) for name, r in cut.items()),
         "stop_reasons": sorted({r.finish_reason for n, r in cut.items() if len(r.token_ids) < len(free[n].token_ids)}),
+        "endless": sorted({(len(r.token_ids), r.finish_reason) for r in endless}),
         "stop_lengths": all(len(r.logprobs) == len(r.token_ids) == len(r.versions) for r in cut.values()),
     }
 

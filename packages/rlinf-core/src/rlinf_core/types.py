@@ -93,7 +93,8 @@ class SamplingParams:
 
     Random numbers are a function of (seed, request key, position) alone, never of batch or order.
     A response ends after the token that completes one of the texts ``stop`` (in what the response's tokens decode
-    to, special tokens included); no token is cut off.
+    to, special tokens included); no token is cut off. With ``ignore_eos`` the model's own end tokens are drawn like any
+    other and end nothing.
     """
 
     max_new_tokens: int
@@ -103,6 +104,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,6 +27,8 @@ PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 # Bytes copied at once: pages that the kernel has just cleared are still in the cache when they are filled.
 PIECE = 2 << 20
+# Free memory that the C library may keep.
+KEPT_FREE = 256 << 20
 
 # Linux's numbers; Python's mmap module lacks the last.
 MADV_DONTNEED = 4
@@ -230,7 +232,23 @@ def _hint(address: int, size: int, advice: int) -> None:
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(advice))
 
 
+class _Mallinfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks".split()]
+    _fields_ += [(name, ctypes.c_size_t) for name in "uordblks fordblks keepcost".split()]
+
+
 def _trim() -> None:
-    """Let the C library give its free memory back, as an accelerator's cache is emptied."""
-    if hasattr(_libc, "malloc_trim"):  # glibc's; others do not keep much
-        _libc.malloc_trim(ctypes.c_size_t(0))
+    """Let the C library give its free memory back, as an accelerator's cache is emptied.
+
+    Not when that is little: the engine's next turn would take it again page by page, a millisecond a MiB on some
+    machines.
+    """
+    if not hasattr(_libc, "malloc_trim"):  # glibc's; others do not keep much
+        return
+    if hasattr(_libc, "mallinfo2"):
+        _libc.mallinfo2.restype = _Mallinfo
+        if _libc.mallinfo2().fordblks < KEPT_FREE:
+            return
+    _libc.malloc_trim(ctypes.c_size_t(0))

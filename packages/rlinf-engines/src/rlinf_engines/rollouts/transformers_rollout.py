@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     import torch
 
     from rlinf_engines.offload import DeviceStore
+    from rlinf_engines.rollouts.fused_step import FusedStep
 
+# Positions whose random numbers are computed at once.
+DRAWN_AHEAD = 32
 # Rows that have finished are taken out of the batch when this part of it is left. Below, computing them
 # along is cheaper than copying the cache.
 COMPACT_BELOW = 0.75
 
 
 class TransformersRollout:
-    """Decode with a Hugging Face model in this process.
+    """Decode with a Hugging Face model in this process; Llama and Qwen2 models on a CPU in float32 take their steps in
+    ``fused_step``.
 
     Requests are sorted by prompt and decoded in waves of at most ``max_num_seqs``. Equal prompts of a wave
     are prefilled once. Prompts are padded on the left, and a key-value cache is kept. Finished rows leave the
@@ -41,6 +45,7 @@ class TransformersRollout:
         self.version = 0
         self.tokenizer: Any = None
         self.model: Any = None
+        self._fused: FusedStep | None = None
         self._torn = ""
         self._store: DeviceStore | None = None
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # of the waves being decoded
@@ -52,12 +57,14 @@ class TransformersRollout:
         from rlinf_engines.models import load_model, load_tokenizer, max_positions, stop_ids
         from rlinf_engines.offload import DeviceStore
         from rlinf_engines.rollouts.decoding import use_grouped_attention
+        from rlinf_engines.rollouts.fused_step import fused_step
 
         torch.set_num_threads(parallel.threads)
         self._device = torch.device(parallel.device)
         self.tokenizer = load_tokenizer(model)
         self.model = load_model(model, seed).to(self._device)
         use_grouped_attention(self.model)
+        self._fused = fused_step(self.model)
         self._stop = stop_ids(self.model, self.tokenizer)
         self._max_positions = max_positions(model)
         self._max_num_seqs = int(self.cfg.max_num_seqs)
@@ -120,7 +127,7 @@ class TransformersRollout:
         if self._store is not None:
             self._store.close()
             self._store = None
-        self.model = None
+        self.model = self._fused = None
 
     def _state(self) -> Iterator[torch.Tensor]:
         import torch
@@ -157,10 +164,16 @@ class TransformersRollout:
         reasons = ["length"] * len(requests)
         streams_B = request_streams(sampling.seed, [r.key for r in requests]).to(device)
         greedy_B = torch.tensor([r.greedy for r in requests], device=device)
-        stop = frozenset(self._stop) | frozenset(sampling.stop_token_ids)
+        ends = () if sampling.ignore_eos else self._stop
+        stop = frozenset(ends) | frozenset(sampling.stop_token_ids)
         alive = len(rows)
         for position in range(sampling.max_new_tokens):
-            token_B, logp_B = choose(logits_BV, uniforms(streams_B, position), greedy_B, sampling)
+            ahead = position % DRAWN_AHEAD
+            if not ahead:
+                uniform_BP = uniforms(
+                    streams_B.unsqueeze(1), torch.arange(position, position + DRAWN_AHEAD, device=device)
+                )
+            token_B, logp_B = choose(logits_BV, uniform_BP[:, ahead], greedy_B, sampling)
             del logits_BV  # not needed on the device while we are suspended
             if not bool(torch.isfinite(logp_B).all()):
                 bad = requests[rows[int((~torch.isfinite(logp_B)).nonzero()[0])]]
@@ -194,10 +207,10 @@ class TransformersRollout:
                 keep_B = torch.tensor(keep, device=device)
                 cache.reorder_cache(keep_B)
                 token_B, mask_BT = token_B[keep_B], mask_BT[keep_B]
-                streams_B, greedy_B = streams_B[keep_B], greedy_B[keep_B]
+                streams_B, greedy_B, uniform_BP = streams_B[keep_B], greedy_B[keep_B], uniform_BP[keep_B]
                 next_position_B = next_position_B[keep_B]
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
-            logits_BV = self._forward(token_B.unsqueeze(1), mask_BT, next_position_B.unsqueeze(1), cache)  # noqa: F841 (next turn)
+            logits_BV = self._next(token_B, mask_BT, next_position_B, cache)  # noqa: F841 (next turn)
             next_position_B = next_position_B + 1
 
     def _prefill(self, requests: list[GenerateRequest]) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
@@ -226,13 +239,29 @@ class TransformersRollout:
         cache.reorder_cache(index_B)
         return logits_UV[index_B], cache, mask_UP[index_B], next_U[index_B]
 
+    def _next(self, token_B: torch.Tensor, mask_BT: torch.Tensor, position_B: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits [B, V] after one more token of each sequence; the cache grows by it."""
+        import torch
+
+        if self._fused is None:
+            return self._forward(token_B.unsqueeze(1), mask_BT, position_B.unsqueeze(1), cache)
+        self._check_whole()
+        bias = None
+        if not bool(mask_BT.all()):
+            bias = torch.zeros(mask_BT.shape).masked_fill_(mask_BT == 0, float("-inf"))[:, None, None]
+        with torch.no_grad():
+            return self._fused(token_B, position_B, bias, cache)
+
+    def _check_whole(self) -> None:
+        self._check_loaded("generate")
+        if self._torn:
+            raise RLinfError(f"rollout: {self._torn}; load whole weights before generating")
+
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         """Logits [B, V] of each row's last column; the cache grows by the new columns."""
         import torch
 
-        self._check_loaded("generate")
-        if self._torn:
-            raise RLinfError(f"rollout: {self._torn}; load whole weights before generating")
+        self._check_whole()
         # no_grad, not inference_mode: parameters and cache stay usable when weights are replaced between
         # steps. Only the forward is inside, since a generator would leak the mode to its consumer.
         with torch.no_grad():

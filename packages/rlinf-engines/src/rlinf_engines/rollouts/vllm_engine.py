@@ -109,7 +109,8 @@ class LocalEngine:
         from rlinf_engines.rollouts.stop_strings import StopStrings
         from rlinf_engines.sampling import request_streams
 
-        stop = sorted({*self._spec.stop_ids, *sampling.stop_token_ids})
+        ends = () if sampling.ignore_eos else self._spec.stop_ids
+        stop = sorted({*ends, *sampling.stop_token_ids})
         streams = request_streams(sampling.seed, [r.key for r in requests]).tolist()
         for request, stream in zip(requests, streams, strict=True):
             self._serial += 1  # the engine's own names: one that is given up may still be known to it

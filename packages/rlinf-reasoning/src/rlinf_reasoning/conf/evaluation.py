@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf_reasoning.conf.checks import check_stop
+from rlinf_reasoning.conf.checks import check_room, check_stop
 from rlinf_reasoning.conf.task_checks import check_eval
 
 
@@ -56,6 +56,7 @@ class Sampling:
         default_factory=list,
         metadata={"help": "texts that end a response; the token that completes one is its last"},
     )
+    ignore_eos: bool = _key(False, "let end tokens end nothing: responses of full length, to measure speed")
 
     def validate(self, root: Any) -> list[str]:
         return check_stop(self.stop, root.model)
@@ -73,6 +74,9 @@ class Eval:
     num_steps: int = _key(0, "training steps: an evaluation has none", max=0)
     sampling: EvalSampling = field(default_factory=EvalSampling)
     eval: EvalAnswers = field(default_factory=EvalAnswers)
+
+    def validate(self, root: Any) -> list[str]:
+        return check_room(root)
 
 
 SCHEMAS: dict[str, type] = {"reasoning/eval": Eval}

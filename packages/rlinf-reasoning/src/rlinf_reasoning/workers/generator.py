@@ -10,6 +10,7 @@ from rlinf_core.config import Config
 from rlinf_core.errors import ConfigError
 from rlinf_core.registry import Registry
 from rlinf_core.types import Generated, GenerateRequest, Rollout, SamplingParams
+from rlinf_reasoning.tasks.base import check_longest
 from rlinf_reasoning.tasks.chat import PromptEncoder, Prompting, refusal, room_for_prompts
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Generator(Worker):
         self.engine.setup(self.cfg.model, self.parallel, seed=self.seed)
         how = Prompting.of(self.cfg.task) if "task" in self.cfg else Prompting()
         self.encode = PromptEncoder(self.engine.tokenizer, how, room=room_for_prompts(self.cfg))
+        if "task" in self.cfg and self.rank == 0:
+            check_longest(self.cfg, self.encode)
         sampling = self.cfg.sampling
         self.sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
@@ -48,6 +51,7 @@ class Generator(Worker):
             top_k=sampling.top_k,
             seed=self.seed,
             stop=tuple(sampling.stop),
+            ignore_eos=sampling.ignore_eos,
         )
 
     def teardown(self) -> None:
