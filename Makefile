@@ -34,7 +34,7 @@ run: setup-run
 
 ifeq ($(PACKAGE),)
 test: setup
-	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 packages tests $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10 --benchmark-disable packages tests $(ARGS)
 else
 test:
 	@$(PYTHON) tools/setup_env package $(PACKAGE)

@@ -32,7 +32,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.init(
         address="local",
@@ -47,7 +47,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_profile_plan_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_plan_and_run(tmp_path: Path, cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "profile"
     overrides = [*SMALL, "profile.steps=1"]
     assert profile_command([RECIPE, *overrides, "--devices", "1,2", "--portions", "all,2", "--out", str(place)]) == 0
@@ -63,12 +63,14 @@ def test_profile_plan_and_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert plan_command([*files, "--family", family]) == 0
         said = capsys.readouterr().out
         assert "temporal:" in said and "spatial:" in said, "the best of each family is shown"
-        assert run(compose(RECIPE, [*SMALL, f"plan={out}", f"run_dir={tmp_path / family}"]), RECIPE) == 0
-        (used,) = (tmp_path / family).rglob("plan.yaml")
-        assert f"name: {family}" in used.read_text()
+        assert f'name: "{family}"' in out.read_text()
+    assert run(compose(RECIPE, [*SMALL, f"plan={out}", f"run_dir={tmp_path / 'run'}"]), RECIPE) == 0
+    (used,) = (tmp_path / "run").rglob("plan.yaml")
+    assert "name: spatial" in used.read_text()
 
 
-def test_auto_profiles_plans_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.slow  # with threads instead of processes it is one of the runs of test_config_keys
+def test_auto_profiles_plans_and_goes_on(tmp_path: Path, cluster: None) -> None:
     cfg = compose(RECIPE, [*SMALL, "plan=auto", "profile.steps=1", f"run_dir={tmp_path}"])
     assert run(cfg, RECIPE) == 0
     (auto,) = (p.parent for p in tmp_path.rglob("problem.json"))

@@ -74,10 +74,13 @@ def train_rows(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 STREAMED = ["algorithm.minibatches=1"]
 """The trainer takes whole groups as they come (in the order of the step) instead of the batch at once."""
+# Where every group has one rank, threads compute what processes would, and start at once.
+THREADS = ["cluster.debug=true", "cluster.virtual_devices=2"]
 LAYOUTS = {
-    "temporal, one rank": ["plan=temporal", "placement.generator=0", "placement.actor=0"],
+    "temporal, one rank": [*THREADS, "plan=temporal", "placement.generator=0", "placement.actor=0"],
     "temporal, two ranks": ["plan=temporal", "placement.generator=0-1", "placement.actor=0-1"],
     "spatial, one rank each, portions of 2": [
+        *THREADS,
         "plan=spatial",
         "portion=2",
         "placement.generator=0",
@@ -92,24 +95,30 @@ STREAMED_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path, streamed: bool) -> None:
-    layout = [*LAYOUTS["spatial, two ranks each, portions of 3"], *(STREAMED if streamed else [])]
-    first, again = result(tmp_path / "1", *layout), result(tmp_path / "2", *layout)
+SPREAD = "spatial, two ranks each, portions of 3"
+EXACT = "model.dtype=float64"
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A run in float64 that is spread over all devices, for the tests that compare others with it."""
+    return result(tmp_path_factory.mktemp("spread"), EXACT, *LAYOUTS[SPREAD])
+
+
+def test_a_same_plan_and_seed_is_bit_equal(tmp_path: Path, spread: tuple[Any, Any]) -> None:
+    metrics, samples = result(tmp_path, EXACT, *LAYOUTS[SPREAD])
+    assert metrics == spread[0]
+    assert samples == spread[1]
+
+
+@pytest.mark.slow
+def test_a_same_plan_and_seed_is_bit_equal_in_float32_as_groups_come(tmp_path: Path) -> None:
+    first, again = (result(tmp_path / name, *LAYOUTS[SPREAD], *STREAMED) for name in ("1", "2"))
     assert first[0] == again[0]
     assert first[1] == again[1]
-    if not streamed:
-        other = result(tmp_path / "3", *layout, "seed=1")
-        assert tokens(other[1]) != tokens(first[1])
 
 
-@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path: Path, streamed: bool) -> None:
-    how = STREAMED if streamed else []
-    runs = {
-        name: result(tmp_path / str(i), "model.dtype=float64", *layout, *how)
-        for i, (name, layout) in enumerate((STREAMED_LAYOUTS if streamed else LAYOUTS).items())
-    }
+def check_all_alike(runs: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
     reference = runs["temporal, one rank"]
     assert len(reference[1]) == 3 * 8 * 4
     rewards = [sample["reward"] for sample in reference[1].values()]
@@ -121,11 +130,33 @@ def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path:
             assert row["reward/mean"] == pytest.approx(want["reward/mean"], rel=1e-12), name
 
 
-def test_c_float32_gives_the_same_first_step(tmp_path: Path) -> None:
-    one = result(tmp_path / "1", *LAYOUTS["temporal, one rank"], "num_steps=1", "warm_start.max_steps=0")
-    two = result(
-        tmp_path / "2", *LAYOUTS["spatial, two ranks each, portions of 3"], "num_steps=1", "warm_start.max_steps=0"
+def test_b_float64_gives_equal_tokens_and_gradients_under_every_layout(tmp_path: Path, spread: tuple[Any, Any]) -> None:
+    runs = {
+        name: result(tmp_path / str(i), EXACT, *layout)
+        for i, (name, layout) in enumerate(LAYOUTS.items())
+        if name != SPREAD
+    }
+    check_all_alike({**runs, SPREAD: spread})
+    _, other = result(tmp_path / "other", EXACT, *LAYOUTS["temporal, one rank"], "num_steps=1", "seed=1")
+    drawn = tokens(spread[1])
+    assert len(other) == 8 * 4 and any(drawn[name] != ids for name, ids in tokens(other).items())
+
+
+@pytest.mark.slow
+def test_b_float64_is_the_same_as_groups_come(tmp_path: Path) -> None:
+    check_all_alike(
+        {
+            name: result(tmp_path / str(i), EXACT, *layout, *STREAMED)
+            for i, (name, layout) in enumerate(STREAMED_LAYOUTS.items())
+        }
     )
+
+
+@pytest.mark.slow
+def test_c_float32_gives_the_same_first_step(tmp_path: Path) -> None:
+    short = ["num_steps=1", "warm_start.max_steps=0"]
+    one = result(tmp_path / "1", *LAYOUTS["temporal, one rank"], *short)
+    two = result(tmp_path / "2", *LAYOUTS[SPREAD], *short)
     assert tokens(one[1]) == tokens(two[1])
     for row, want in zip(train_rows(two[0]), train_rows(one[0]), strict=True):
         assert row["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5, abs=1e-7)

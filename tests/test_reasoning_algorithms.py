@@ -28,6 +28,8 @@ SMALL = [
     "warm_start.batch_size=32",
     "loggers=[jsonl]",
 ]
+SHORT = "warm_start.max_steps=10"
+"""Where it does not matter whether an answer is right."""
 TIMES = ("time", "time/", "wait/", "device/", "tokens_per_s")
 DEBUG = ["cluster.debug=true", "cluster.virtual_devices=1"]
 SPATIAL = ["plan=spatial", "portion=3"]
@@ -95,7 +97,9 @@ def test_dapo_draws_keeps_and_trains_on_the_same_under_every_plan(
         by_group.setdefault(name.rpartition("/")[0], set()).add(sample["reward"])
     assert all(rewards == {0.0, 1.0} for rewards in by_group.values())
     assert any(int(name.rpartition("p")[2]) >= 8 for name in by_group), "some of them were drawn again"
-    for number, layout in enumerate(([*DEBUG, "portion=3"], SPATIAL), start=2):
+    # Portions alone can matter where the trainer takes groups as they come.
+    layouts = [SPATIAL] if minibatches == 2 else [[*DEBUG, "portion=3"], SPATIAL]
+    for number, layout in enumerate(layouts, start=2):
         other, drawn = result("dapo_arithmetic", tmp_path / str(number), *how, *layout)
         assert tokens(drawn) == tokens(samples)
         same(other, one, "grad_norm", "reward/mean", "loss", *GROUPS)
@@ -103,7 +107,7 @@ def test_dapo_draws_keeps_and_trains_on_the_same_under_every_plan(
 
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ppo_is_the_same_under_every_plan(tmp_path: Path, cluster: None, streamed: bool) -> None:
-    how = ["model.dtype=float64", "algorithm.critic_warmup_steps=1", "algorithm.lam=0.9"]
+    how = [SHORT, "model.dtype=float64", "algorithm.critic_warmup_steps=1", "algorithm.lam=0.9"]
     if streamed:
         how += ["algorithm.minibatches=1", "algorithm.whiten=false"]
     one, samples = result("ppo_arithmetic", tmp_path / "1", *how, *DEBUG)
@@ -117,20 +121,21 @@ def test_ppo_is_the_same_under_every_plan(tmp_path: Path, cluster: None, streame
 
 
 def test_ppo_with_the_kl_in_the_reward(tmp_path: Path) -> None:
-    keys = ["algorithm.kl_coef=100", "algorithm.kl_in=reward", "algorithm.critic_warmup_steps=0"]
+    keys = [SHORT, "algorithm.kl_coef=100", "algorithm.kl_in=reward", "algorithm.critic_warmup_steps=0"]
     rows, _ = result("ppo_arithmetic", tmp_path, *keys, *DEBUG)
     assert rows[0]["critic/return"] >= -1e-6, "at first the policy is the reference"
     assert rows[-1]["critic/return"] < 0.0, "it has moved, and k3 is never negative"
 
 
 def test_samples_of_an_older_policy_are_counted(tmp_path: Path, cluster: None) -> None:
-    rows, _ = result("async_arithmetic", tmp_path, "num_steps=5", *SPATIAL)
+    rows, _ = result("async_arithmetic", tmp_path, SHORT, "num_steps=5", *SPATIAL)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(0.0 <= row["staleness/mean"] <= row["staleness/max"] <= 1.0 for row in rows)
     assert rows[0]["policy/engine_gap_max"] < 1e-4, "the first step's samples are of the policy that is trained"
 
 
-@pytest.mark.parametrize("recipe", ["dapo_arithmetic", "ppo_arithmetic"])
+# test_resume_recipe does this with processes that are killed, for the one that is slow here.
+@pytest.mark.parametrize("recipe", ["dapo_arithmetic", pytest.param("ppo_arithmetic", marks=pytest.mark.slow)])
 def test_a_run_goes_on_to_the_metrics_of_the_uninterrupted_one(tmp_path: Path, recipe: str) -> None:
     whole, samples = result(recipe, tmp_path / "whole", *DEBUG, "num_steps=4")
     part = tmp_path / "part"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,22 @@ def samples(folder: Path, recipe: str) -> list[Any]:
 @pytest.mark.parametrize("recipe", ["reasoning/grpo_arithmetic", "reasoning/ppo_arithmetic"])
 def test_a_killed_run_comes_to_the_same_metrics(recipe: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = subprocess.run(command(whole, recipe), capture_output=True, text=True, timeout=PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        left_alone = pool.submit(finish, whole, recipe)
+        kill_and_go_on(killed, recipe)
+        done = left_alone.result()
     assert done.returncode == 0, done.stderr
+    assert curve(killed, recipe) == curve(whole, recipe)
+    assert samples(killed, recipe) == samples(whole, recipe)
+    finished = finish(killed, recipe)
+    assert finished.returncode == 0 and "nothing to do" in finished.stderr, finished.stderr
+
+
+def finish(folder: Path, recipe: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, recipe), capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def kill_and_go_on(killed: Path, recipe: str) -> None:
     run = subprocess.Popen(command(killed, recipe), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE_S
     # Killed when step 3 of 5 is done: the last checkpoint is that after step 2, or that after 4 if we are slow.
@@ -72,10 +87,6 @@ def test_a_killed_run_comes_to_the_same_metrics(recipe: str, tmp_path: Path) -> 
         time.sleep(0.02)  # another process's file: there is nothing to wait on
     run.kill()
     run.wait(30)
-    again = subprocess.run(command(killed, recipe), capture_output=True, text=True, timeout=PATIENCE_S)
+    again = finish(killed, recipe)
     assert again.returncode == 0, again.stderr
     assert "going on with" in again.stderr
-    assert curve(killed, recipe) == curve(whole, recipe)
-    assert samples(killed, recipe) == samples(whole, recipe)
-    finished = subprocess.run(command(killed, recipe), capture_output=True, text=True, timeout=PATIENCE_S)
-    assert finished.returncode == 0 and "nothing to do" in finished.stderr, finished.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,34 +102,39 @@ def test_a_new_package_passes_its_checks_at_once(workspace: Path) -> None:
     assert "exists already" in again.stderr
 
 
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        ("rlinf.envs", "AcmeLine"),
-        ("rlinf.rewards", "AcmeLine"),
-        ("rlinf.transports", "AcmeLine"),
-        ("rlinf.links", "AcmeLine"),
-        ("rlinf.doctor", "section"),
-    ],
-)
-def test_a_new_plugin_passes_its_checks_at_once_and_is_found(tmp_path: Path, group: str, name: str) -> None:
-    arguments = ["acme-line", "--plugin", "--group", group, "--into", tmp_path]
-    done = run(sys.executable, ROOT / "tools/new_package", *arguments)
-    assert done.returncode == 0, done.stderr
-    folder, site = tmp_path / "acme-line", tmp_path / "site"
+PLUGINS = {
+    "acme-track": ("rlinf.envs", "AcmeTrack"),
+    "acme-praise": ("rlinf.rewards", "AcmePraise"),
+    "acme-line": ("rlinf.transports", "AcmeLine"),
+    "acme-bond": ("rlinf.links", "AcmeBond"),
+    "acme-check": ("rlinf.doctor", "section"),
+}
+
+
+def test_new_plugins_pass_their_checks_at_once_and_are_found(tmp_path: Path) -> None:
+    for name, (group, _) in PLUGINS.items():
+        arguments = [name, "--plugin", "--group", group, "--into", tmp_path]
+        done = run(sys.executable, ROOT / "tools/new_package", *arguments)
+        assert done.returncode == 0, done.stderr
+    folders, site = [tmp_path / name for name in PLUGINS], tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
-    made = run(*pip, "--disable-pip-version-check", "--target", site, folder)
+    made = run(*pip, "--disable-pip-version-check", "--target", site, *folders)
     assert made.returncode == 0, made.stderr
-    tests = run(sys.executable, "-m", "pytest", "-q", cwd=folder, PYTHONPATH=str(site))
-    assert tests.returncode == 0, tests.stdout
-    for tool, *rest in (["ruff", "format", "--check", "."], ["ruff", "check", "."], ["deptry", "src"]):
-        checked = run(BIN / tool, *rest, cwd=folder)
-        assert checked.returncode == 0, checked.stdout + checked.stderr
-    strict = run(BIN / "mypy", "--strict", "src", cwd=folder)
-    assert strict.returncode == 0, strict.stdout
-    find = f"from rlinf_core.registry import Registry; print(Registry({group!r}).load('acme_line').__name__)"
+    for folder in folders:
+        tests = run(sys.executable, "-m", "pytest", "-q", cwd=folder, PYTHONPATH=str(site))
+        assert tests.returncode == 0, tests.stdout
+        for tool, *rest in (["ruff", "format", "--check", "."], ["ruff", "check", "."], ["deptry", "src"]):
+            checked = run(BIN / tool, *rest, cwd=folder)
+            assert checked.returncode == 0, checked.stdout + checked.stderr
+        # What mypy has found out of the libraries is the same for all.
+        strict = run(BIN / "mypy", "--strict", "src", cwd=folder, MYPY_CACHE_DIR=str(tmp_path / "mypy"))
+        assert strict.returncode == 0, strict.stdout
+    find = "from rlinf_core.registry import Registry\n" + "".join(
+        f"print(Registry({group!r}).load({name.replace('-', '_')!r}).__name__)\n"
+        for name, (group, _) in PLUGINS.items()
+    )
     found = run(sys.executable, "-c", find, PYTHONPATH=str(site))
-    assert found.stdout.strip() == name, found.stderr
+    assert found.stdout.split() == [what for _, what in PLUGINS.values()], found.stderr
 
 
 @pytest.mark.parametrize(
@@ -185,4 +192,19 @@ def test_check_wheels_notices_an_undeclared_requirement(workspace: Path) -> None
     done = run(sys.executable, workspace / "tools/check_wheels", "rlinf-sched", cwd=workspace)
     assert done.returncode == 1
     assert "No module named 'psutil'" in done.stdout
-    assert "rlinf-sched: its tests fail" in done.stderr
+    assert "rlinf-sched: a module of it does not load" in done.stderr
+
+
+def test_on_a_wheel_each_file_is_used_by_its_first_tests(tmp_path: Path) -> None:
+    choose = runpy.run_path(str(ROOT / "tools/wheel_tests.py"))["pytest_collection_modifyitems"]
+    names = ["a::one[1]", "a::one[2]", "a::two", "a::three", "a::four", "b::one", "test_planner_exact.py::one"]
+    items = [SimpleNamespace(nodeid=name, path=tmp_path / name.partition(":")[0]) for name in names]
+    left: list[SimpleNamespace] = []
+    choose(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items))), items)
+    assert [item.nodeid for item in items] == ["a::one[1]", "a::two", "a::three", "b::one"]
+    assert [item.nodeid for item in left] == ["a::one[2]", "a::four", "test_planner_exact.py::one"]
+
+
+def test_files_that_are_left_out_on_a_wheel_are_there() -> None:
+    for name in runpy.run_path(str(ROOT / "tools/wheel_tests.py"))["LEFT_OUT"]:
+        assert list(ROOT.glob(f"packages/*/tests/{name}")), name

@@ -83,6 +83,7 @@ def shard(rank: int, folder: Path) -> None:
             parts = source.ranks[rank].parts
             rows = {part.place: weights[version][part.parameter][slice(*part.box[0])] for part in parts}
             sender.send(version, rows, DEADLINE_S)
+        sender.close(DEADLINE_S)  # the engine may still wait for the other shard
 
 
 def requests() -> list[GenerateRequest]:

@@ -155,7 +155,8 @@ def test_a_receiver_that_is_killed_while_a_sender_is_blocked(comm: Communicator,
         assert len(error) == 1
 
 
-@pytest.mark.parametrize("seconds", [1.0, pytest.param(30.0, marks=pytest.mark.slow)])
+# The longer time is beyond what the kernel's probes of an idle connection take to find nobody there (17 s).
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_a_stopped_peer_is_not_lost_and_loses_nothing(tmp_path: Path, seconds: float) -> None:
     with make(str(tmp_path), "here", timeout=90.0) as comm, other("echo", tmp_path, "there", "here") as there:
         there.expect("ready")

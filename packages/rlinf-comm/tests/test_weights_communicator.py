@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,9 +54,61 @@ def test_versions_go_from_two_sources_to_two_targets(ends: list[Communicator]) -
             for rank in range(2):
                 expected = tensors_of(TARGET, rank, version)
                 assert all(torch.equal(own[rank][name], expected[name]) for name in expected)
+    for sender in senders:
+        sender.close(0.0)  # all has been read
     shared = ends[2].place.capabilities >= {"shm"}
     assert (arena.stats().puts > 0) == shared
     assert arena.stats().bytes_in_use == 0
+
+
+@pytest.mark.parametrize("ends", [pytest.param(None, marks=needs_memory)], indirect=True, ids=["shm"])
+def test_a_source_that_closes_is_there_until_the_slowest_target_has_read(
+    ends: list[Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(1 << 20)
+    movers = over_communicators(ends, arena)
+    senders = [Sender(rank, SOURCE, TARGET, movers[rank], bucket_bytes=512) for rank in range(2)]
+    for rank, sender in enumerate(senders):
+        sender.send(1, tensors_of(SOURCE, rank, 1), 20.0)
+    looked, awaited = threading.Event(), arena.awaited
+
+    def look() -> set[Hashable]:
+        found = awaited()
+        looked.set()
+        return found
+
+    monkeypatch.setattr(arena, "awaited", look)
+
+    def end() -> None:
+        for sender in senders:
+            sender.close(20.0)
+        arena.close()
+
+    own = [tensors_of(TARGET, rank, 0) for rank in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end)
+        assert looked.wait(20.0) and not ending.done()  # nobody has read anything
+        for rank in range(2):
+            assert Receiver(rank, TARGET, movers[2 + rank], into=own[rank]).receive(20.0) == 1
+        ending.result(20.0)
+    for rank in range(2):
+        expected = tensors_of(TARGET, rank, 1)
+        assert all(torch.equal(own[rank][name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("ends", [pytest.param(None, marks=needs_memory)], indirect=True, ids=["shm"])
+def test_a_source_that_closes_waits_no_longer_than_it_is_told(ends: list[Communicator]) -> None:
+    target = fsdp(SPECS, 1)
+    movers = over_communicators(ends, Arena(1 << 20))
+    sender = Sender(0, target, target, movers[0], bucket_bytes=512)
+    sender.close(0.0)  # nothing was sent
+    sender.send(1, tensors_of(target, 0, 1), 20.0)
+    own = tensors_of(target, 0, 0)
+    with pytest.raises(TransferInterrupted, match=r"up to version 1 .* target rank 0: it has not read it within 0\.0"):
+        sender.close(0.0)
+    assert Receiver(0, target, movers[2], into=own).receive(20.0) == 1
+    sender.close(0.0)
+    assert torch.equal(own["embed"], tensors_of(target, 0, 1)["embed"])
 
 
 @pytest.mark.parametrize("ends", [pytest.param(None, marks=needs_memory)], indirect=True, ids=["shm"])

@@ -149,6 +149,9 @@ def test_a_receiver_killed_with_buckets_it_has_not_read_gives_their_memory_back(
     assert arena.stats().lingering == BUCKETS
     orders.send("kill")
     workers.processes[0].join(20)
+    with pytest.raises(TransferInterrupted, match=r"target rank 0: its process \d+ has ended") as caught:
+        sender.close(20.0)
+    assert caught.value.elsewhere
     with pytest.raises(TransferInterrupted, match="version 2: target rank 0 did not get it"):
         sender.send(2, tensors_of(SOURCE, 0, 2))
     assert arena.stats().bytes_in_use == 0

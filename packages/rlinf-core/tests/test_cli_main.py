@@ -169,6 +169,12 @@ def test_a_run_gets_the_configuration_and_gives_its_exit_code(entries: list[Entr
             "rlinf: error: actor[1] raised in train",
             "  far away",
         ),
+        (
+            WorkerError("actor[1] failed: no such model", traceback_text="Traceback:\n  far away\n", bad_input=True),
+            2,
+            "rlinf: error: actor[1] failed: no such model",
+            "",
+        ),
     ],
 )
 def test_a_failed_run_ends_with_one_clear_error(

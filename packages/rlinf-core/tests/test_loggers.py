@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_core.errors import MissingExtraError
+from rlinf_core.errors import MissingExtraError, RLinfError
 from rlinf_core.loggers import axis, read_config, run_name
 from rlinf_core.loggers.jsonl import JsonlLogger, read_metrics
-from rlinf_core.loggers.mlflow import metric_name
+from rlinf_core.loggers.mlflow import PATIENCE, MlflowLogger, metric_name
 from rlinf_core.registry import Entry, Registry
 
 
@@ -165,6 +165,26 @@ print([(m.step, m.value) for m in logger._client.get_metric_history(logger._id, 
         "[(0, 0.125), (1, 0.25), (2, 0.375), (3, 0.5)]",
         "[(2, 0.75), (2, 0.75)]",
     ]
+
+
+@pytest.mark.parametrize(("given", "said"), [({}, "3 10"), ({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "9"}, "9 10")])
+def test_an_mlflow_server_that_does_not_answer_is_not_waited_for_long(
+    given: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    for name in PATIENCE:
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            raise mlflow.exceptions.MlflowException(" ".join(os.environ[name] for name in PATIENCE))
+
+    monkeypatch.setattr(mlflow, "MlflowClient", Client)
+    with pytest.raises(RLinfError, match=f"MLFLOW_TRACKING_URI. cannot begin a run: {said}"):
+        MlflowLogger(tmp_path)
 
 
 def test_mlflow_takes_only_some_characters() -> None:

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlinf_core import Worker
+from rlinf_core.config import Config
 from rlinf_core.devicelock import DeviceLock, ReplicaSpec
 from rlinf_core.errors import PlacementError, PlanError
+from rlinf_core.flow import GroupSpec
 from rlinf_core.graph import CallSpec, FlowGraph, PhaseGraph, StageSpec
 from rlinf_core.placement import ClusterInfo
 from rlinf_core.plan import (
@@ -30,6 +33,7 @@ from rlinf_core.plan import (
     make_plan,
     validate,
 )
+from rlinf_core.runner import plan_for
 
 TWO, FOUR = ClusterInfo.virtual(2), ClusterInfo.virtual(4)
 
@@ -493,3 +497,17 @@ class TestFaultsOfAPlan:
     def test_ranks_that_the_program_fixes(self) -> None:
         graph = flow(dataclasses.replace(GEN, ranks_fixed=1))
         assert "'gen' gets 2 ranks but the program fixes 1" in fault(Leaf("gen", "0-1"), graph)
+
+
+def test_a_number_of_ranks_that_a_worker_refuses_is_found_with_the_plan() -> None:
+    class Even(Worker):
+        @classmethod
+        def check_ranks(cls, cfg: Any, ranks: int) -> str:
+            return f"{cfg} and {ranks} ranks" if ranks % 2 else ""
+
+    graph = flow(StageSpec("actor", collective=True, barrier="group"))
+    groups = {"actor": GroupSpec("actor", Even, "the key", "group")}
+    cfg = Config({"plan": "temporal", "portion": None, "placement": {}})
+    assert len(plan_for(cfg, graph, groups, TWO)[1].groups["actor"].processes) == 2
+    with pytest.raises(PlanError, match="group 'actor': the key and 3 ranks"):
+        plan_for(cfg, graph, groups, ClusterInfo.virtual(3))

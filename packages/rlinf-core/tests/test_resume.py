@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -97,10 +98,11 @@ def test_what_came_after_the_checkpoint_is_cut_off(tmp_path: Path) -> None:
     (run / "summary.json").write_text("{}")
     (run / "checkpoints" / ".step-00000003.partial").mkdir()
     (run / WORKERS_LOCK).touch()
+    (run / ".rendezvous-actor-0a1b2c3d.0").touch()
     take_over(run, State(2, sizes={"metrics.jsonl": 4, "samples.jsonl": 7}))
     assert (run / "metrics.jsonl").read_text() == "one\n"
     assert (run / "samples.jsonl").read_text() == "x"
-    assert not (run / "summary.json").exists()
+    assert not (run / "summary.json").exists() and not list(run.glob(".rendezvous-*"))
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -114,6 +116,32 @@ def test_workers_of_the_old_driver_are_waited_for(tmp_path: Path, monkeypatch: p
     os.close(held)
     take_over(run, State(2))
     assert not (run / DRIVER_LOCK).exists()
+
+
+def test_a_file_system_without_locks_is_not_a_run_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    run = a_run(tmp_path, "a")
+    (run / WORKERS_LOCK).touch()
+    assert lock_run(run) is None and running(run) is None
+    choice = find("auto", tmp_path, CONFIG, 4)
+    assert choice.resumed is not None and choice.resumed.run == run.resolve()
+    take_over(run, choice.resumed.state)
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "a")
+    whole = run / "checkpoints" / "step-00000002"
+    whole.rename(whole.with_name(".step-00000002.old"))
+    held = lock_run(run)
+    assert held is not None and find("auto", tmp_path, CONFIG, 4).resumed is None, "its process may be at it"
+    os.close(held)
+    choice = find("auto", tmp_path, CONFIG, 4)
+    assert choice.resumed is not None and choice.resumed.checkpoint == whole.resolve()
+    take_over(run, choice.resumed.state)
+    assert (whole / "state.json").is_file()
 
 
 RECIPE = """
@@ -235,7 +263,13 @@ def _expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]
     return found
 
 
-@pytest.mark.parametrize("moment", ["learn 0", "save 0", "learn 2", "learn 3", "save 1", "learn 4"])
+# Before the first save, after one, and in the middle of another; the slow ones are the same at other steps.
+MOMENTS = ["save 0", "learn 3", "save 1"]
+
+
+@pytest.mark.parametrize(
+    "moment", [*MOMENTS, *(pytest.param(m, marks=pytest.mark.slow) for m in ("learn 0", "learn 2", "learn 4"))]
+)
 def test_a_killed_run_goes_on_to_the_same_metrics(moment: str, expected: list[Any], tmp_path: Path) -> None:
     """Steps are saved after the second and the fourth; ``save`` kills in the middle of saving."""
     killed = run(tmp_path, "cluster.debug=true", f"kill={moment}")

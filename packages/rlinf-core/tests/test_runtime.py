@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import toy_workers as toys
 from driving import Kept, drive
 
 from rlinf_core import In, Out, Prompt, Worker, task
+from rlinf_core.config.node import MissingKeyError
 from rlinf_core.errors import (
     AccountError,
     Cancelled,
     ChannelError,
     ChannelPoisoned,
+    ConfigError,
     EndOfChannel,
     PlanError,
     TraceError,
@@ -24,6 +26,7 @@ from rlinf_core.errors import (
     WorkerError,
 )
 from rlinf_core.hub import server
+from rlinf_core.hub.core import HubCore
 
 SMALL = {"num_steps": 3, "prompts": 5, "group_size": 4}
 
@@ -272,6 +275,47 @@ def test_a_deadlock_is_found_and_says_who_waits_for_what(tmp_path: Path, monkeyp
     assert drive(program, None, tmp_path, devices=1, max_items=10).metrics
 
 
+class Heavy(Worker):
+    """Once it has worked, it is still offloading when the hub looks whether anything can move."""
+
+    looked: Any = None  # event
+
+    def setup(self) -> None:
+        self.worked = False
+
+    @task
+    def work(self) -> None:
+        with self.on_device():
+            self.worked = True
+
+    def offload(self) -> None:
+        assert not self.worked or Heavy.looked.wait(30)
+
+
+def test_a_long_offload_is_no_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "DEADLOCK_AFTER_S", 0.0)
+    Heavy.looked = threading.Event()
+    look = HubCore.stuck
+
+    def stuck(core: HubCore) -> bool:
+        found = look(core)
+        if core.lock is not None and core.lock.offloading():
+            Heavy.looked.set()
+        return found
+
+    monkeypatch.setattr(HubCore, "stuck", stuck)
+
+    def program(flow: Any, cfg: Any) -> None:
+        one, two = flow.group("one", Heavy), flow.group("two", Heavy)
+        for step in flow.steps(2):
+            one.work()
+            two.work()
+            step.join()
+
+    assert len(drive(program, None, tmp_path, devices=1).metrics) == 2
+    assert Heavy.looked.is_set()
+
+
 def test_a_worker_that_never_returns_is_reported_with_its_stack(tmp_path: Path) -> None:
     done = threading.Event()
     Sleeper.done = done
@@ -464,6 +508,21 @@ def test_whatever_ends_a_task_is_named(tmp_path: Path, where: str, what: BaseExc
     assert len(drive(throwing, None, tmp_path, devices=1).metrics) == 2
 
 
+@pytest.mark.parametrize(
+    ("what", "bad"),
+    [(ConfigError("no such model"), True), (MissingKeyError("no key 'x'"), False), (ZeroDivisionError("0"), False)],
+)
+def test_bad_input_that_a_worker_finds_is_told_from_its_own_faults(
+    tmp_path: Path, what: BaseException, bad: bool
+) -> None:
+    for where in ("setup", "task"):
+        Thrower.where, Thrower.what = where, what
+        with pytest.raises(WorkerError, match=str(what)) as caught:
+            drive(throwing, None, tmp_path, devices=1)
+        assert caught.value.bad_input is bad and "hit" in caught.value.traceback_text
+    Thrower.where = ""
+
+
 def test_a_reported_value_that_is_no_number_names_the_task(tmp_path: Path) -> None:
     def program(flow: Any, cfg: Any) -> None:
         thrower = flow.group("thrower", Thrower)
@@ -573,3 +632,30 @@ def test_ranks_that_compute_together_join_in_portions(tmp_path: Path) -> None:
         pairs = [2 * (p + i) ** 2 for p in range(SMALL["prompts"]) for i in range(SMALL["group_size"])]
         assert found["pairs"] == sum(pairs)
         assert found["portions"] == 2 * (1 if portion is None else 3), "five groups, two at once, on both ranks"
+
+
+class Met(Worker):
+    collective = True
+    process_group = False
+    places: ClassVar[list[str]] = []
+
+    @task
+    def meet(self) -> None:
+        with self.on_device():
+            self.places.append(self.parallel.init_method)
+
+
+def test_ranks_meet_at_another_place_at_each_start(tmp_path: Path) -> None:
+    """A run that is killed leaves the file in which its ranks have met; one that goes on must not read it."""
+
+    def program(flow: Any, cfg: Any) -> None:
+        met = flow.group("met", Met)
+        for step in flow.steps(1):
+            met.meet()
+            step.join()
+
+    Met.places.clear()
+    for start in (1, 2):
+        drive(program, None, tmp_path, devices=2)
+        assert len(Met.places) == 2 * start and len(set(Met.places)) == start
+    assert all(place.startswith(f"file://{tmp_path}/.rendezvous-met-") for place in Met.places)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driving import drive
+from driving import Kept, drive
 
 from rlinf_core import In, Out, Worker, task
 from rlinf_core.errors import TraceError, WorkerError
@@ -54,7 +56,7 @@ class Learner(Worker):
         return [("w", torch.tensor(float(self.updates)))]
 
 
-def program_of(staleness: int, steps: int = 4) -> Any:
+def program_of(staleness: int, steps: int = 4, save: bool = False) -> Any:
     def program(flow: Any, cfg: Any) -> None:
         drawer, learner = flow.group("drawer", Drawer), flow.group("learner", Learner)
         for step in flow.steps(steps, max_staleness=staleness):
@@ -64,6 +66,9 @@ def program_of(staleness: int, steps: int = 4) -> Any:
             step.report(learner.learn(drawn))
             learner.publish_weights(to=drawer)
             step.join()
+            if save:
+                with flow.checkpoint(step.index + 1):
+                    pass
 
     return program
 
@@ -98,6 +103,18 @@ def test_more_staleness_than_steps_and_bad_values(tmp_path: Path) -> None:
     for wrong in (-1, 1.5, True):
         with pytest.raises(TraceError, match="max_staleness"):
             drive(program_of(wrong), None, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_comes_after_the_metrics_of_the_steps_that_it_counts(tmp_path: Path) -> None:
+    kept, known = Kept(), {}
+
+    @contextmanager
+    def saving(steps_done: int, state: Any) -> Iterator[Path]:
+        yield tmp_path
+        known[state().steps_done] = len(kept.metrics)
+
+    drive(program_of(2, save=True), None, tmp_path, plan="spatial", devices=2, kept=kept, saving=saving)
+    assert known == {1: 1, 2: 2, 3: 3, 4: 4} and len(kept.metrics) == 4
 
 
 def test_a_failure_in_an_open_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_heads_of_a_directory_bound_tensor_parallelism(tmp_path: Path) -> None:
 def write(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").write_bytes(b"")
+    (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no weights, in good order
     (path / "tokenizer.json").write_text("{}")
     return path
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 numpy = pytest.importorskip("numpy")
 
-from rlinf_core.errors import ConfigError, MissingExtraError  # noqa: E402
+from rlinf_core.errors import ConfigError, MissingExtraError, RunDirectoryError  # noqa: E402
 from rlinf_engines.gguf import convert_command, convert_gguf  # noqa: E402
 from rlinf_engines.model_check import check_model_path  # noqa: E402
 
@@ -75,6 +75,12 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
         convert_gguf(source, tmp_path / "out")
 
 
+def test_a_place_that_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    source = write(tmp_path / "odd.gguf", "perceptron")  # which would be refused later
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*odd\.gguf"):
+        convert_gguf(source, source / "below" / "out")
+
+
 def test_the_extra_is_named_when_the_reader_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "some.gguf", "llama")
     find = importlib.util.find_spec
@@ -84,9 +90,11 @@ def test_the_extra_is_named_when_the_reader_is_missing(tmp_path: Path, monkeypat
 
 
 def test_the_command_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert_command(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        convert_command(["--help"])
     assert "rlinf convert-gguf" in capsys.readouterr().out
-    assert convert_command([]) == 2
+    with pytest.raises(ConfigError, match="required: FILE, DIR"):
+        convert_command([])
 
 
 @pytest.mark.slow

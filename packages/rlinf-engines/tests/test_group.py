@@ -21,10 +21,12 @@ SCRIPT = Path(__file__).with_name("group_rank.py")
 @pytest.mark.timeout(150)
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_rank_opens_the_next_group_while_another_is_in_the_last_one(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "second")
+    folder = tmp_path / "runs #1?%20"
+    folder.mkdir()
+    os.mkfifo(folder / "second")
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(tmp_path)],
+            [sys.executable, str(SCRIPT), str(rank), str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -42,7 +44,8 @@ def test_a_rank_opens_the_next_group_while_another_is_in_the_last_one(tmp_path: 
             process.wait()
             assert process.stderr is not None
             process.stderr.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["second"]  # nothing is left of the meeting places
+    assert [path.name for path in folder.iterdir()] == ["second"]  # nothing is left of the meeting places
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_second_group_in_one_process_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from rlinf_engines.trainers.megatron.convert import (  # noqa: E402
     to_shard,
 )
 from rlinf_engines.trainers.megatron.supported import ARCHITECTURES  # noqa: E402
+from rlinf_engines.trainers.megatron.trainer import MegatronTrainer  # noqa: E402
+from rlinf_engines.trainers.torch_trainer import TorchTrainer  # noqa: E402
 
 SMALL = Shape(
     architecture="Qwen2ForCausalLM",
@@ -157,6 +159,12 @@ def test_splits_that_do_not_fit_are_refused(heads: int, kv_heads: int, tp: int, 
     with pytest.raises(ConfigError) as caught:
         check_parallel(shape, tp, pp)
     assert message in str(caught.value)
+
+
+def test_ranks_that_hold_no_whole_copy_are_refused_before_the_start() -> None:
+    cfg = SimpleNamespace(tp=2, pp=2)
+    assert MegatronTrainer.ranks_problem(cfg, 8) == "" and TorchTrainer.ranks_problem(cfg, 3) == ""
+    assert "needs a multiple of 4 ranks, and the trainer has 6" in MegatronTrainer.ranks_problem(cfg, 6)
 
 
 def config(**keys: Any) -> SimpleNamespace:

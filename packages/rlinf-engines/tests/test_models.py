@@ -169,6 +169,15 @@ def break_directory(path: Path, how: str) -> None:
     elif how == "cut weights":
         data = (path / "model.safetensors").read_bytes()
         (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    elif how == "pointer":
+        (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    elif how == "no shard":
+        index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        (path / "model.safetensors").rename(path / "model-1.safetensors")
+    elif how == "other size":
+        wider = {"intermediate_size": json.loads(config.read_text())["intermediate_size"] + 2}
+        config.write_text(json.dumps({**json.loads(config.read_text()), **wider}))
     elif how == "other weights":
         deeper = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
         config.write_text(json.dumps({**json.loads(config.read_text()), **deeper}))
@@ -186,7 +195,13 @@ def break_directory(path: Path, how: str) -> None:
         ("other kind", "holds BertForMaskedLM, not a causal language model"),
         ("no weights", "has no weights"),
         ("no tokenizer", "has no tokenizer"),
-        ("cut weights", "does not load"),
+        ("cut weights", r"a weight file model.safetensors that has \d+ of \d+ bytes"),
+        ("pointer", "model.safetensors that is a Git LFS pointer"),
+        ("no shard", "lacks 1 of the 2 weight files that its index names, first model-2.safetensors"),
+        (
+            "other size",
+            r"weights of another size than its config.json says, first .*mlp.* in the file, .* by the config",
+        ),
         ("other weights", r"lacks \d+ of the model's weights, first model.layers.2"),
         ("unknown kind", "does not load"),
     ],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlinf_core.config import Config
 from rlinf_core.errors import ConfigError
-from rlinf_reasoning.tasks.base import Problem, PromptData, load_data
+from rlinf_reasoning.tasks.base import Problem, PromptData, check_longest, load_data
+from rlinf_reasoning.tasks.chat import PromptEncoder, Prompting
 
 
 def problems(count: int) -> list[Problem]:
@@ -26,6 +29,21 @@ def data(source: list[Problem], seed: int = 0, **sizes: Any) -> PromptData:
         **sizes,
     }
     return PromptData(source, seed=seed, source="sums", **wanted)
+
+
+def test_a_file_with_a_prompt_that_is_too_long_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    texts = [f"{i}+1=" for i in range(200)] + ["1" * 20]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "2"}) + "\n" for text in texts))
+    task = {"name": "jsonl", "path": str(path), "eval_path": None, "template": "{prompt}"}
+    task |= {"prompt_field": "prompt", "answer_field": "answer", "answer_pattern": None}
+    data = {"seed": 0, "task": task, "eval": {"problems": 4}, "prompts_per_step": 4, "algorithm": {"group_size": 2}}
+    cfg = Config({**data, "model": {"path": str(tmp_path)}, "sampling": {"max_new_tokens": 4}})
+    tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text])
+    with pytest.raises(ConfigError, match=r"a problem of .*p\.jsonl has 20 tokens.*task\.too_long=drop"):
+        check_longest(cfg, PromptEncoder(tokenizer, Prompting(most=19)))
+    check_longest(cfg, PromptEncoder(tokenizer, Prompting(most=20)))
+    check_longest(cfg, PromptEncoder(tokenizer, Prompting(most=19, too_long="drop")))
 
 
 def test_evaluation_shares_no_prompt_with_training_and_nothing_is_lost() -> None:

@@ -70,6 +70,15 @@ def test_stop_texts_that_make_no_sense_are_named(stop: list[str], tiny: bool, sa
     assert len(problems) == bool(said) and all(said in problem for problem in problems)
 
 
+def test_a_response_that_fills_the_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    model = {"path": str(tmp_path)}
+    assert check_recipe(recipe(model=model, sampling__max_new_tokens=63)) == []
+    for changes in ({"sampling__max_new_tokens": 64}, {"sampling__max_new_tokens": 20, "rollout__max_model_len": 20}):
+        (problem,) = check_recipe(recipe(model=model, **changes))
+        assert problem.startswith("sampling.max_new_tokens: ") and "leaves no room for a prompt" in problem
+
+
 def test_the_defaults_are_possible() -> None:
     assert check_recipe(recipe()) == []
 

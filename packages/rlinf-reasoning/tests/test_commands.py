@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
-    (path / "model.safetensors").write_text("")
+    (path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no weights, in good order
     (path / "tokenizer.json").write_text("{}")
     return path
 
@@ -101,6 +101,8 @@ def test_another_file_takes_the_place_of_the_runs_own(run_dir: Path, problems: P
     ("what", "overrides", "said"),
     [
         ("reasoning/grpo_mth", [], "did you mean 'reasoning/grpo_math'"),
+        ("someone/model", [], "Nor is there a directory someone/model .*nothing is downloaded"),
+        ("/absent/run", [], "^/absent/run does not exist; give a run directory"),
         (".", [], "neither a run directory"),
         ("", ["model.path=/absent", "task.path=p.jsonl"], "/absent does not exist"),
         ("", ["model.path=/absent"], "task.path"),

@@ -47,6 +47,8 @@ def test_extra_fields_are_kept_and_blank_lines_skipped(tmp_path: Path) -> None:
         ('{"prompt": "x", "answer": null}\n', ["p.jsonl:1", "'answer' is a null"]),
         ('{"prompt": "x", "answer": true}\n', ["p.jsonl:1", "'answer' is a boolean"]),
         ('{"prompt": "", "answer": "1"}\n', ["p.jsonl:1", "'prompt' is empty"]),
+        ('{"prompt": "x\\uD83D", "answer": "1"}\n', ["p.jsonl:1", "'prompt' has half of a character (\\ud83d"]),
+        (GOOD + '{"prompt": "x", "answer": "1", "tags": ["\\ude00"]}\n', ["p.jsonl:2", "'tags' has half"]),
         ('["prompt"]\n', ["p.jsonl:1", "a list where an object"]),
         ("", ["p.jsonl", "no line at all"]),
         ("\n \n", ["p.jsonl", "no line at all"]),

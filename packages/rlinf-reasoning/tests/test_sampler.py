@@ -72,6 +72,17 @@ def test_candidates_are_a_function_of_seed_and_step_and_never_repeat() -> None:
     assert not held & {p.text for p in found}
 
 
+def test_prompts_of_further_rounds_are_their_own_conversations() -> None:
+    problems = [
+        Problem(f"{i}+1=", str(i + 1), messages=({"role": "user", "content": f"{i}+1="},) if i % 2 else None)
+        for i in range(40)
+    ]
+    cut = {"eval_problems": 4, "warm_start_problems": 0, "prompts_per_step": 4, "group_size": 2}
+    for prompt in candidates(PromptData(problems, seed=0, source="sums", **cut), 3, 4):
+        even = int(prompt.text.partition("+")[0]) % 2 == 0
+        assert prompt.messages == (None if even else [{"role": "user", "content": prompt.text}])
+
+
 def test_candidates_end_with_the_problems() -> None:
     assert len(candidates(data(problems=12), 0, 9)) == 8  # 12 less those for evaluation
     assert candidates(data(), 0, 0) == data().batch(0)

@@ -19,7 +19,7 @@ from rlinf_core.types import Sample
 from rlinf_reasoning import training
 from rlinf_reasoning.conf import Algorithm, AsyncPpo, Ppo
 from rlinf_reasoning.training import reference as reference_module
-from rlinf_reasoning.workers import Actor, Critic
+from rlinf_reasoning.workers import Actor, Critic, updating
 
 
 class Saving(SmallTrainer):
@@ -208,3 +208,17 @@ def test_a_default_algorithm_takes_two_steps_per_batch(tmp_path: Path) -> None:
     batch: list[Sample] = samples()
     actor.train(Items(batch))
     assert len(actor.trainer.steps) == 2
+
+
+def test_the_backend_is_asked_whether_it_can_have_so_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(trainer: Any, ranks: int) -> str:
+        return f"trainer.tp: {trainer.tp} for {ranks}" if ranks % trainer.tp else ""
+
+    kind = type("Backend", (), {"ranks_problem": staticmethod(ask)})
+    loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: kind})
+    monkeypatch.setattr(updating, "Registry", loaded)
+    cfg = Config({"trainer": {"name": "x", "tp": 2}, "critic": {}})
+    assert Actor.check_ranks(cfg, 4) == "" and Critic.check_ranks(cfg, 4) == ""
+    assert Actor.check_ranks(cfg, 3) == Critic.check_ranks(cfg, 3) == "trainer.tp: 2 for 3"
+    other = Config({"trainer": {"name": "x", "tp": 1}, "critic": {"tp": 2}})
+    assert Actor.check_ranks(other, 3) == "" and Critic.check_ranks(other, 3) == "critic.tp: 2 for 3"

@@ -99,7 +99,7 @@ class Engine:
 def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: Engine})
     monkeypatch.setattr(generator_module, "Registry", loaded)
-    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
+    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": ["\n"], "ignore_eos": False}
     made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling}, tmp_path)
     made.setup()
     return made
@@ -144,7 +144,7 @@ def test_an_empty_prompt_is_named(generator: Any) -> None:
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> Any:
     loaded = type("Registry", (), {"__init__": lambda self, group: None, "load": lambda self, name: Engine})
     monkeypatch.setattr(generator_module, "Registry", loaded)
-    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": ["\n"]}
+    sampling = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop": ["\n"], "ignore_eos": False}
     task = {"max_prompt_tokens": 3, "too_long": policy}
     made = worker(Generator, {"rollout": {"name": "own"}, "model": {}, "sampling": sampling, "task": task}, tmp_path)
     made.setup()

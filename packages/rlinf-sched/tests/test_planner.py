@@ -229,7 +229,9 @@ def test_bounds_leave_the_answer_alone(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 60))
+@pytest.mark.parametrize(
+    "seed", [*range(6, 20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 60))]
+)
 def test_bounds_leave_many_answers_alone(seed: int) -> None:
     check_bounds(seed)
 

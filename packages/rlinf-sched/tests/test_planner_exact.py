@@ -96,14 +96,14 @@ def check(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", [1, 2, *(pytest.param(block, marks=pytest.mark.slow) for block in (0, 3, 4))])
 def test_planner_equals_brute_force(block: int) -> None:
     planned = [check(seed) for seed in range(20 * block, 20 * block + 20)]
     assert sum(planned) > 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", [*range(5), *(pytest.param(block, marks=pytest.mark.long) for block in range(5, 20))])
 def test_planner_equals_brute_force_on_hundreds(block: int) -> None:
     for seed in range(1000 + 25 * block, 1025 + 25 * block):
         check(seed)

@@ -247,6 +247,17 @@ class Arena:
             self._sweep(len(self._lingering))
         return dropped
 
+    def awaited(self) -> set[Hashable]:
+        """Holders that have not opened a slot yet which was made for them. They find nothing there once this process
+        has ended or has called ``close``."""
+        with self._lock:
+            return {
+                name
+                for slot in self._used.values()
+                for place, name in enumerate(slot.holders)
+                if slot.segment.memory[slot.offset + place] == AWAITED
+            }
+
     def read(self, slot: Slot) -> list[memoryview]:
         """The buffers of a slot of this arena, as views (for a peer that cannot map it)."""
         count = REF.unpack_from(slot.ref)[-1]

@@ -67,6 +67,7 @@ def drive(
     max_bytes: int = 1 << 30,
     kept: Kept | None = None,
     deals: dict[str, Any] | None = None,
+    saving: Any = None,
 ) -> Kept:
     kept = kept or Kept()
     graph, groups = trace(program, cfg, seed=0, run_dir=run_dir, deals=deals)
@@ -98,6 +99,7 @@ def drive(
                 max_bytes=max_bytes,
                 listener=kept,
                 deals=deals,
+                saving=saving,
             )
             program(flow, cfg)
             flow.finish()

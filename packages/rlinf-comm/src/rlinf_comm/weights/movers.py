@@ -7,6 +7,7 @@ flow's channel.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ Holder = tuple[int, int]
 """(target rank, process id)."""
 Lost = dict[int, Exception]
 """Target ranks that could not be reached, with the cause."""
+LOOK_AGAIN_S = 0.005
+"""Between two looks at whether targets have opened what they were sent."""
 
 
 @dataclass
@@ -69,6 +72,11 @@ class Mover(ABC):
         """The next message of ``source``, in the order in which it was sent. Raises what the carrier raises when the
         source is gone or ``timeout`` (seconds) has passed."""
 
+    def settle(self, timeout: float) -> Lost:
+        """Wait until nobody depends on this process any more for what was sent; returns the targets that still do after
+        ``timeout`` (seconds), or have ended before. Here: what was sent is the carrier's."""
+        return {}
+
     def discard(self, message: Arrived) -> None:
         """A message that is not wanted: give back what it holds. The tensors of it must not be used any more."""
         message.pieces = message.packed = None
@@ -97,6 +105,8 @@ class ControlMover(Mover):
 
     Memory that a target looks at is taken from it only when its process has ended: one that is slow, or whose
     connection broke, may still compute with the version before.
+
+    So a source must not end, nor close the arena, before its targets have opened what it sent last: ``Sender.close``.
     """
 
     concurrent = True
@@ -171,6 +181,26 @@ class ControlMover(Mover):
         for holder in [h for h in self._doubtful if _ended(h[1])]:
             self._doubtful.discard(holder)
             arena.drop(holder)
+
+    def settle(self, timeout: float) -> Lost:
+        """A target opens shared memory when it comes to a bucket: until then this process must be there."""
+        lost: Lost = {}
+        deadline = time.monotonic() + timeout
+        while self._arena is not None:
+            awaited = self._arena.awaited()
+            # Those whose connection broke are lost already, and are no longer expected.
+            waiting = {h for h in self._known.values() if h in awaited and h not in self._doubtful}
+            for holder in [h for h in waiting if _ended(h[1])]:
+                lost[holder[0]] = PeerLost(f"its process {holder[1]} has ended")
+                self._arena.drop(holder)
+                waiting.discard(holder)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                lost.update({h[0]: TimeoutError(f"it has not read it within {timeout:.1f} s") for h in waiting})
+            if not waiting or left <= 0:
+                break
+            time.sleep(min(LOOK_AGAIN_S, left))  # a mark is a byte in shared memory: there is nothing to wait on
+        return lost
 
     def receive(self, source: int, timeout: float) -> Arrived:
         try:

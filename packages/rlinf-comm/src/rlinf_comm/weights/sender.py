@@ -119,6 +119,22 @@ class Sender:
         nbytes = sum(bucket.nbytes for bucket in buckets)
         return Sent(version, len(buckets), nbytes, time.perf_counter() - began)
 
+    def close(self, timeout: float = TIMEOUT_S) -> None:
+        """Return when every target has what it was sent: to be called before this process ends, or the mover's
+        communicator or arena is closed. ``send`` alone does not wait for targets that come to a version later.
+
+        Raises ``TransferInterrupted`` naming the targets that have not read all of it within ``timeout`` (seconds), or
+        whose process has ended. May be called again, and followed by another ``send``.
+        """
+        lost = self._mover.settle(timeout)
+        if lost:
+            why = "; ".join(f"target rank {target}: {error}" for target, error in sorted(lost.items()))
+            first = next(iter(lost.values()))
+            raise TransferInterrupted(
+                f"rank {self._rank}: not all that was sent up to version {self._last} was taken: {why}",
+                elsewhere=is_elsewhere(first),
+            ) from first
+
     def _header(self, kind: str, version: int, **more: object) -> Header:
         return {"kind": kind, "version": version, "source": self._rank, **more}
 
