@@ -107,6 +107,15 @@ class Checkpoints:
         with guard(self.folder, "prune"):
             self._prune()
 
+    def restore(self) -> None:
+        """Give a checkpoint its name back whose process ended while another of the same step took its place. Only for
+        a run that no process drives."""
+        for old in self.folder.glob(".step-*.old") if self.folder.is_dir() else ():
+            final = self.folder / old.name.removeprefix(".").removesuffix(".old")
+            if (old / STATE).is_file() and not final.exists():
+                with guard(final):
+                    os.replace(old, final)
+
     def drop_partial(self) -> None:
         """Remove what an earlier process was saving when it ended."""
         if self.folder.is_dir():

@@ -246,6 +246,10 @@ class DeviceLock:
         found = sorted((r for r in self._replicas.values() if r.waiting), key=lambda r: r.place)
         return tuple((replica.name, rank) for replica in found for rank in replica.waiting)
 
+    def offloading(self) -> bool:
+        """Whether a replica that was asked to offload has not done so yet."""
+        return any(replica.state is _State.OFFLOADING for replica in self._replicas.values())
+
     def holders(self, replica: str) -> tuple[str, ...]:
         """Who has what this replica needs: loaded rivals, and who is at work beside it."""
         rivals = [other.name for other in self._sharing[replica] if other.state is not _State.OUT]

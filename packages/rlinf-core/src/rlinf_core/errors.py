@@ -14,17 +14,23 @@ class RLinfError(Exception):
     """Base class of all errors raised by the project on purpose.
 
     ``elsewhere``: most likely another process has failed or died, and that, not this, is what the run fails of.
+    ``bad_input``: what the user gave is wrong and the message says it all; a traceback would only bury it.
     """
 
     elsewhere: bool = False
+    bad_input: bool = False
 
 
 class ConfigError(RLinfError, ValueError):
     """A configuration key, value or combination is wrong; names the key and what would be right."""
 
+    bad_input = True
+
 
 class PluginError(RLinfError):
     """A plugin is unknown, claimed twice or cannot be imported."""
+
+    bad_input = True
 
 
 class MissingExtraError(PluginError):
@@ -91,23 +97,27 @@ class AccountError(RLinfError):
 
 
 class WorkerError(RLinfError):
-    """A rank raised, died or exited. ``member`` is ``group[rank]``; ``traceback_text`` is the remote one."""
+    """A rank raised, died or exited. ``member`` is ``group[rank]``; ``traceback_text`` is the remote one.
 
-    def __init__(self, message: str, *, member: str = "", traceback_text: str = "") -> None:
+    ``bad_input``: whether what it raised was (a model that does not load, a prompt that is too long).
+    """
+
+    def __init__(self, message: str, *, member: str = "", traceback_text: str = "", bad_input: bool = False) -> None:
         super().__init__(message)
         self.member = member
         self.traceback_text = traceback_text
+        self.bad_input = bad_input
 
     def __str__(self) -> str:
         head = super().__str__()
         return f"{head}\n{self.traceback_text.rstrip()}" if self.traceback_text else head
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_worker_error, (self.args[0], self.member, self.traceback_text))
+        return (_worker_error, (self.args[0], self.member, self.traceback_text, self.bad_input))
 
 
-def _worker_error(message: str, member: str, traceback_text: str) -> WorkerError:
-    return WorkerError(message, member=member, traceback_text=traceback_text)
+def _worker_error(message: str, member: str, traceback_text: str, bad_input: bool) -> WorkerError:
+    return WorkerError(message, member=member, traceback_text=traceback_text, bad_input=bad_input)
 
 
 class NonFiniteError(RLinfError):

@@ -310,7 +310,7 @@ class Host(Sections):
         if self._measures:
             self._memory.restart()
         value = b""
-        ok, error, text, secondary = True, "", "", False
+        ok, error, text, secondary, bad_input = True, "", "", False, False
         try:
             value = _pickled(call, body())
             if self._depth:
@@ -321,6 +321,7 @@ class Host(Sections):
         except BaseException as cause:  # whatever ends a task is named: nothing may end this process in silence
             ok, text = False, _trimmed_traceback()
             elsewhere = isinstance(cause, RLinfError) and cause.elsewhere
+            bad_input = isinstance(cause, RLinfError) and cause.bad_input
             if elsewhere:
                 self.client.await_cancel(CAUSE_WAIT_S)  # the hub is about to say who failed or died
             error = f"the task called sys.exit({cause.code!r})" if isinstance(cause, SystemExit) else describe(cause)
@@ -350,7 +351,9 @@ class Host(Sections):
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()
         self._running -= 1
-        self.client.send(CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads))
+        self.client.send(
+            CallResult(call.call_id, self.spec.member, ok, value, times, error, text, secondary, reads, bad_input)
+        )
         self.client.offload_if_wanted()
 
     def _memory_of_call(self) -> tuple[int, int]:

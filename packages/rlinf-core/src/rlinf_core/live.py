@@ -397,6 +397,8 @@ class LiveFlow(Flow):
         """By phase, the index of the step after the last one that has begun."""
         self._left: list[str] = []
         self._open: deque[LiveStep] = deque()
+        self._open_steps: dict[str, deque[LiveStep]] = {}
+        """By phase, the steps that were joined and are not done."""
 
     def _declare(self, spec: GroupSpec) -> None:
         traced = self._traced_groups.get(spec.name)
@@ -410,6 +412,11 @@ class LiveFlow(Flow):
 
     @contextmanager
     def _saved(self, steps_done: int, saving: Saving) -> Iterator[str]:
+        # What is saved counts steps that were joined and are still open (``max_staleness``): their metrics belong to
+        # what lies before the checkpoint, or a run that goes on from it would lack them.
+        for open_steps in self._open_steps.values():
+            while open_steps:
+                open_steps.popleft()._finish()
         with saving(steps_done, partial(self._state, steps_done)) as path:
             yield str(path)
 
@@ -424,7 +431,7 @@ class LiveFlow(Flow):
                 "what a program does must not depend on results"
             )
         first = max(0, self._next_index.get(name, 0) - start)
-        open_steps: deque[LiveStep] = deque()
+        open_steps = self._open_steps[name] = deque[LiveStep]()
         for index in range(start, count):
             self._next_index[name] = first + index + 1
             step = LiveStep(self, name, first + index, first + count, traced, open_steps, max_staleness)
@@ -436,6 +443,7 @@ class LiveFlow(Flow):
                 if not step._joined:
                     self._left.append(step.full_name)
                 self._open.extend(open_steps)
+                open_steps.clear()
                 raise
             finally:
                 self._stack.pop()

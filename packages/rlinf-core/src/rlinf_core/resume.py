@@ -9,6 +9,7 @@ else the configuration says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -29,6 +30,10 @@ FREE = ("num_steps", "resume", "run_dir", "loggers", "plan", "portion", "placeme
 FREE_BELOW = ("cluster.", "channels.", "checkpoint.", "profile.", "placement.", "logging.")
 """Keys that may differ when a run goes on: they say how long, where and in what portions, not what is computed."""
 DRIVER_LOCK, WORKERS_LOCK = ".driver.lock", ".workers.lock"
+HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""What a lock that another process holds answers; anything else: the file system has none."""
+MEETING = ".rendezvous-"
+"""How the names of the files begin in which ranks that compute together meet; a run that is killed leaves them."""
 OLD_WORKERS_S = 60.0
 """How long the workers of a driver that was killed may take to notice and end."""
 
@@ -66,14 +71,15 @@ def find(resume: str, root: Path, config: Mapping[str, Any], num_steps: int) -> 
     for run in (
         sorted((p for p in root.iterdir() if (p / "config.yaml").is_file()), reverse=True) if root.is_dir() else ()
     ):
-        whole = Checkpoints(run).whole()
+        pid = running(run)
+        whole = _whole(run, pid)
         if not whole:
             continue
         changed = differences(_config_of(run), config)
         if changed:
             notes.append(f"resume=auto: {run} is left alone, its configuration differs: {changed[0]}")
             continue
-        if (pid := running(run)) is not None:
+        if pid is not None:
             notes.append(f"resume=auto: {run} is left alone, it is still running (process {pid})")
             continue
         return _continued(run, whole[-1][1], num_steps, notes)
@@ -100,10 +106,18 @@ def _of_path(path: Path, config: Mapping[str, Any], num_steps: int) -> Choice:
             f"resume: {path} was made with another configuration: {'; '.join(changed[:5])}. To change it, begin a new "
             "run from one of its checkpoints: resume=…/checkpoints/step-…"
         )
-    whole = Checkpoints(path).whole()
+    whole = _whole(path, None)
     if not whole:
         raise ConfigError(f"resume: {path} has no whole checkpoint (checkpoint.every says when one is made)")
     return _continued(path, whole[-1][1], num_steps, [])
+
+
+def _whole(run: Path, pid: int | None) -> list[tuple[int, Path]]:
+    """The whole checkpoints of a run that process ``pid`` drives, or none."""
+    checkpoints = Checkpoints(run)
+    if pid is None:
+        checkpoints.restore()
+    return checkpoints.whole()
 
 
 def _continued(run: Path, checkpoint: Path, num_steps: int, notes: list[str]) -> Choice:
@@ -164,16 +178,21 @@ def _finished(run: Path) -> bool:
 def hold(path: Path, *, shared: bool) -> int | None:
     """Lock a file of a run directory until this process ends; returns its descriptor, or ``None`` where the file system
     has no locks or another process holds it."""
+    return _try_hold(path, shared=shared)[0]
+
+
+def _try_hold(path: Path, *, shared: bool) -> tuple[int | None, bool]:
+    """(as ``hold``, whether another process holds the file)."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError:
-        return None
+        return None, False
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
-        return None
-    return descriptor
+        return None, error.errno in HELD
+    return descriptor, False
 
 
 def lock_run(run: Path) -> int | None:
@@ -194,18 +213,14 @@ def running(run: Path) -> int | None:
     path = run / DRIVER_LOCK
     if not path.is_file():
         return None
-    held = hold(path, shared=False)
+    held, taken = _try_hold(path, shared=False)
     if held is not None:
         os.close(held)
+    if not taken:
         return None
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
     return 0
-
-
-def _hold_existing(path: Path) -> int | None:
-    """As ``hold``, exclusively; -1 when there is no such file."""
-    return hold(path, shared=False) if path.exists() else -1
 
 
 def take_over(run: Path, state: State) -> None:
@@ -215,20 +230,27 @@ def take_over(run: Path, state: State) -> None:
     half-written checkpoints.
     """
     deadline = time.monotonic() + OLD_WORKERS_S
-    while (held := _hold_existing(run / WORKERS_LOCK)) is None:
+    lock = run / WORKERS_LOCK
+    held = None
+    while lock.exists():
+        held, taken = _try_hold(lock, shared=False)
+        if not taken:
+            break
         if time.monotonic() > deadline:
             raise RunDirectoryError(
                 f"{run}: workers of the earlier process are still alive after {OLD_WORKERS_S:g} s and may write into "
                 f"it; they hold {WORKERS_LOCK}: end them"
             )
         time.sleep(0.1)
-    if held >= 0:
+    if held is not None:
         os.close(held)
     for name in APPENDED:
         path, size = run / name, state.sizes.get(name, 0)
         if path.is_file() and path.stat().st_size > size:
             with guard(path):
                 os.truncate(path, size)
+    for meeting in run.glob(f"{MEETING}*"):
+        meeting.unlink(missing_ok=True)
     (run / "summary.json").unlink(missing_ok=True)
     checkpoints = Checkpoints(run)
     checkpoints.drop_partial()

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlinf_core.checkpoints import Checkpoints, State, sizes_of
 from rlinf_core.config import Config, load_program
-from rlinf_core.errors import ConfigError, RLinfError, TraceError, describe
+from rlinf_core.errors import ConfigError, PlanError, RLinfError, TraceError, describe
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
@@ -144,11 +144,17 @@ def _check_plugins(cfg: Config) -> None:
             Registry(group).load(cfg[section].name)
 
 
-def plan_for(cfg: Config, graph: FlowGraph, cluster: ClusterInfo) -> tuple[Plan, FlatPlan]:
+def plan_for(
+    cfg: Config, graph: FlowGraph, groups: Mapping[str, GroupSpec], cluster: ClusterInfo
+) -> tuple[Plan, FlatPlan]:
     """The validated plan and its flat view."""
     placement = {name: cfg.placement[name] for name in cfg.placement}
     plan = make_plan(cfg.plan, graph, cluster, portion=cfg.portion, placement=placement)
-    return plan, flatten(plan, graph, cluster)
+    flat = flatten(plan, graph, cluster)
+    for name, group in groups.items():
+        if problem := group.worker.check_ranks(group.cfg, len(flat.groups[name].processes)):
+            raise PlanError(f"group {name!r}: {problem}")
+    return plan, flat
 
 
 def _planned(cfg: Config, recipe: str) -> tuple[Config, Replanner | None]:
@@ -196,7 +202,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
         _check_plugins(cfg)
         program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe, resumed)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
-            plan_for(cfg, graph, local_info(cfg.cluster))  # faults of the plan show before Ray is started
+            plan_for(cfg, graph, groups, local_info(cfg.cluster))  # faults of the plan show before Ray is started
         link = said_at_start(cfg.channels.link, cfg.channels.link_bytes)
         directory = _directory(cfg, recipe, resumed)
         with directory:
@@ -211,7 +217,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
             progress.note("starting Ray" if not cfg.cluster.debug else "debug: all workers are threads of this process")
             with connect(cfg.cluster, f"{recipe}/{directory.path.name}") as cluster:
                 _on_sigterm()  # Ray has installed its own, which prints a native stack
-                plan, flat = plan_for(cfg, graph, cluster.info)
+                plan, flat = plan_for(cfg, graph, groups, cluster.info)
                 directory.write_plan(plan.to_yaml())
                 progress.note(plan.describe())
                 devices = sorted({d for g in flat.groups.values() for p in g.processes for d in p})

@@ -55,6 +55,7 @@ from rlinf_core.launch import make_launcher
 from rlinf_core.links import SOCKET, LinkLoader
 from rlinf_core.payload import PayloadFetcher, PayloadServer, PayloadStore
 from rlinf_core.plan import FlatPlan
+from rlinf_core.resume import MEETING
 from rlinf_core.types import ParallelInfo
 
 Arguments = Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -94,7 +95,12 @@ class CallState:
             result = self.results[member]
             name = f"{member}.{self.task}()"
             if not result.ok:
-                raise WorkerError(f"{name} failed: {result.error}", member=member, traceback_text=result.traceback_text)
+                raise WorkerError(
+                    f"{name} failed: {result.error}",
+                    member=member,
+                    traceback_text=result.traceback_text,
+                    bad_input=result.bad_input,
+                )
             try:
                 found.append(pickle.loads(result.value))
             except Exception as error:  # a class that is only importable in the worker, say
@@ -180,6 +186,7 @@ class Runtime:
 
     def start(self, progress: Callable[[str], None]) -> None:
         """Start all ranks and wait until each is set up; raises that rank's error otherwise."""
+        self._check_debug()
         address = self._server.start()
         store = PayloadStore(LinkLoader(*self._link))
         self._payloads = PayloadServer(store, self._secret, address[0])
@@ -265,15 +272,23 @@ class Runtime:
                     "(is the cluster out of CPU or memory?)"
                 )
 
+    def _check_debug(self) -> None:
+        for group in self.groups.values():
+            ranks = len(self.members(group.name))
+            if self.cluster.debug and ranks > 1 and group.worker.collective and group.worker.process_group:
+                raise PlanError(
+                    f"cluster.debug runs everything in one process, in which the {ranks} ranks of group "
+                    f"{group.name!r} cannot compute together: set cluster.virtual_devices=1 (or "
+                    f"placement.{group.name}=0)"
+                )
+
     def _setup(self, group: GroupSpec) -> CallState:
         members = self.members(group.name)
         collective = group.worker.collective and len(members) > 1
-        if collective and group.worker.process_group and self.cluster.debug:
-            raise PlanError(
-                f"cluster.debug runs everything in one process, in which the {len(members)} ranks of group "
-                f"{group.name!r} cannot compute together: set cluster.virtual_devices=1 (or placement.{group.name}=0)"
-            )
-        init_method = f"file://{self.run_dir / f'.rendezvous-{group.name}'}" if collective else ""
+        # A name of this launch's own: in a run that goes on, the file of one that was killed may still lie there, and
+        # its ranks' addresses with it.
+        meeting = self.run_dir / f"{MEETING}{group.name}-{secrets.token_hex(4)}"
+        init_method = f"file://{meeting}" if collective else ""
         if collective and len({self._hellos[m].host for m in members}) > 1:
             init_method = f"tcp://{self._hellos[members[0]].host}:{self._free_port()}"
         arguments = {}
@@ -482,7 +497,9 @@ class Runtime:
         message = failure.message
         if failure.member in self._dead:
             message += ": " + self._launcher.why_dead(failure.member, CAUSE_WAIT_S)
-        raise WorkerError(message, member=failure.member, traceback_text=failure.traceback_text)
+        raise WorkerError(
+            message, member=failure.member, traceback_text=failure.traceback_text, bad_input=failure.bad_input
+        )
 
     # Messages of the hub (control thread: no blocking, no user code)
 

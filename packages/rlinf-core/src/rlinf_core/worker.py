@@ -238,6 +238,12 @@ class Worker:
     def log(self) -> logging.Logger:
         return logging.getLogger(f"rlinf.{self._ctx.name}[{self._ctx.rank}]")
 
+    @classmethod
+    def check_ranks(cls, cfg: Any, ranks: int) -> str:
+        """Why the group cannot have ``ranks`` ranks with the configuration ``cfg``; empty when it can. Asked before
+        anything is started, without devices: nothing heavy may be imported."""
+        return ""
+
     def setup(self) -> None:
         """Build what the tasks need (engines, models). Runs once, in the worker's process; in a group that shares its
         devices it runs while the group has them, and ``offload`` follows. The first section calls ``onload``."""

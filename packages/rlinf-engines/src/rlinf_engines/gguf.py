@@ -5,12 +5,14 @@ Importing this module loads the standard library only.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from rlinf_core.cli.main import Parser
 from rlinf_core.errors import ConfigError, MissingExtraError
+from rlinf_core.rundir import guard
 
 MAGIC = b"GGUF"
 DTYPES = ("float32", "bfloat16")
@@ -44,23 +46,18 @@ def convert_gguf(gguf_file: str | Path, out_dir: str | Path, dtype: str = "float
         )
     from rlinf_engines.models import export_model
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    export_model(network, tokenizer, target)
+    with guard(target):
+        export_model(network, tokenizer, target)
     return target
 
 
 def convert_command(argv: list[str]) -> int:
     """``rlinf convert-gguf FILE DIR``: make a model directory of a GGUF file."""
-    parser = argparse.ArgumentParser(
-        prog="rlinf convert-gguf", description="Make a Hugging Face model directory of a GGUF file."
-    )
+    parser = Parser(prog="rlinf convert-gguf", description="Make a Hugging Face model directory of a GGUF file.")
     parser.add_argument("file", metavar="FILE", help="the GGUF file")
     parser.add_argument("directory", metavar="DIR", help="the directory to write; it must not exist")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="number format (default: float32)")
-    try:
-        arguments = parser.parse_args(argv)
-    except SystemExit as end:
-        return int(end.code or 0)
+    arguments = parser.parse_args(argv)
     directory = convert_gguf(arguments.file, arguments.directory, arguments.dtype)
     print(f"wrote {directory}; use it with model.path={directory}")
     return 0
@@ -77,6 +74,10 @@ def _check(source: Path, target: Path, dtype: str) -> None:
         raise ConfigError(f"{source}: is not a GGUF file (it begins with {magic!r}, not {MAGIC!r})")
     if target.exists():
         raise ConfigError(f"{target}: exists already; name a directory that does not")
+    with guard(target):  # before minutes of work
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     for package in ("gguf", "transformers", "safetensors"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(

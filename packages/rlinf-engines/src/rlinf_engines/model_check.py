@@ -34,6 +34,8 @@ def check_model_path(path: str) -> list[str]:
         return [f"model.path: {path} holds {names}, not a causal language model; {want}"]
     if not any(any(directory.glob(pattern)) for pattern in WEIGHT_FILES):
         return [f"model.path: {path} has no weights (*.safetensors or pytorch_model*.bin); {want}"]
+    if problem := _weights_problem(directory):
+        return [f"model.path: {path} {problem}"]
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return [f"model.path: {path} has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, ...); {want}"]
     return []
@@ -106,6 +108,46 @@ def _number(path: str, keys: tuple[str, ...]) -> int | None:
             if isinstance(source.get(key), int):
                 return int(source[key])
     return None
+
+
+def _weights_problem(directory: Path) -> str:
+    """What the index and the headers of the weight files tell of a directory that is not whole; empty when nothing."""
+    try:
+        index = json.loads((directory / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        wanted = sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        wanted = []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"has a model.safetensors.index.json that cannot be read ({error})"
+    absent = [name for name in wanted if not (directory / name).is_file()]
+    if absent:
+        return (
+            f"lacks {len(absent)} of the {len(wanted)} weight files that its index names, first {absent[0]}; "
+            "copy or download them again"
+        )
+    for file in sorted(directory.glob("*.safetensors")):
+        if problem := _cut_off(file):
+            return f"has a weight file {file.name} that {problem}; copy or download it again"
+    return ""
+
+
+def _cut_off(file: Path) -> str:
+    """Why a safetensors file cannot be whole: its header says how long it is."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            first = data.read(8)
+            if first == b"version ":
+                return "is a Git LFS pointer, not the weights themselves (git lfs pull brings them)"
+            length = int.from_bytes(first, "little")
+            if size < 8 + length or not length:
+                return f"is cut off or damaged ({size} bytes)"
+            header = json.loads(data.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        return f"cannot be read ({error})"
+    whole = 8 + length + max(ends, default=0)
+    return "" if size == whole else f"has {size} of {whole} bytes"
 
 
 def _is_causal(architecture: str) -> bool:

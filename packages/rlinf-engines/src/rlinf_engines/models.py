@@ -294,14 +294,27 @@ def _path_model(path: str, dtype: torch.dtype, role: str) -> Any:
     logging.set_verbosity_error()  # its report of weights that are new or not used: what matters is checked below
     try:
         network, info = kind.from_pretrained(
-            path, dtype=dtype, local_files_only=True, attn_implementation="sdpa", output_loading_info=True, **extra
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **extra,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         what = "critic (a token classifier)" if role == "critic" else "causal language model"
-        raise ConfigError(f"model.path: {path} does not load as a {what}: {error}") from error
+        raise ConfigError(f"model.path: {path} does not load as a {what}: {_first_line(error)}") from error
     finally:
         logging.set_verbosity(level)
-    # Missing weights would be drawn at random without a word.
+    # Weights that are missing or of another size would be drawn at random without a word.
+    sizes = sorted(entry for entry in info["mismatched_keys"] if role != "critic" or not entry[0].startswith("score."))
+    if sizes:
+        name, theirs, ours = sizes[0]
+        raise ConfigError(
+            f"model.path: {path} has {len(sizes)} weights of another size than its config.json says, first {name}: "
+            f"{list(theirs)} in the file, {list(ours)} by the config; the two do not belong together"
+        )
     missing = sorted(name for name in info["missing_keys"] if role != "critic" or not name.startswith("score."))
     if missing:
         raise ConfigError(
@@ -311,6 +324,11 @@ def _path_model(path: str, dtype: torch.dtype, role: str) -> Any:
     if role == "critic" and not (hasattr(network, "score") and hasattr(network, "dropout")):
         raise ConfigError(f"model.path: {type(network).__name__} has no head `score` and cannot be a critic")
     return network
+
+
+def _first_line(error: BaseException) -> str:
+    """What the library says, without its advice to change its version."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _norms_in_float64(network: Any) -> None:

@@ -107,9 +107,19 @@ def origin_of(what: str) -> Origin:
             f"{what} is neither a run directory (config.yaml) nor a Hugging Face model (config.json); "
             "rlinf eval --help says what can be evaluated"
         )
+    if not what.endswith(".py") and (what.startswith(("/", ".", "~")) or path.exists()):
+        why = "is not a directory" if path.exists() else "does not exist"
+        raise ConfigError(f"{what} {why}; give a run directory, a Hugging Face model directory or a recipe")
     from rlinf_core.config import compose_full
 
-    composed = compose_full(what, allow_missing=True)
+    try:
+        composed = compose_full(what, allow_missing=True)
+    except ConfigError as error:
+        if "unknown recipe" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}. Nor is there a directory {what} (a run's, or a model's: nothing is downloaded)"
+        ) from error
     values = _without_missing(composed.config.to_dict())
     missing = [group for group in GROUPS if group not in values]
     if missing:

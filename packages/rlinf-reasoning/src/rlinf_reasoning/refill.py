@@ -6,7 +6,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from rlinf_core.types import Prompt, Sample
 from rlinf_reasoning.tasks.base import PromptData
@@ -25,20 +24,8 @@ def candidates(data: PromptData, step: int, refills: int) -> list[Prompt]:
     others = [problem for problem in data.train if problem.prompt not in here]
     wanted = min(refills * len(batch), len(others))
     chosen = random.Random(f"{data.seed}/refill/{step}").sample(others, wanted)
-    like = batch[0]
-    return [
-        *batch,
-        *(
-            replace(
-                like,
-                id=f"train/{step}/p{number}",
-                text=problem.prompt,
-                answer=problem.answer,
-                fields=dict(problem.fields),
-            )
-            for number, problem in enumerate(chosen, start=len(batch))
-        ),
-    ]
+    drawn = [data.prompt(problem, step, number) for number, problem in enumerate(chosen, start=len(batch))]
+    return [*batch, *drawn]
 
 
 class Refill:

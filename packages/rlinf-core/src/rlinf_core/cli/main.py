@@ -139,17 +139,18 @@ def dispatch(argv: Sequence[str]) -> int:
 
 
 def report(error: BaseException) -> int:
-    """Print ``error`` as the last thing on stderr, a remote or unexpected traceback above it; the exit code."""
+    """Print ``error`` as the last thing on stderr, a remote or unexpected traceback above it (none for bad input); the
+    exit code."""
     if isinstance(error, KeyboardInterrupt):
         _print_error(f"interrupted ({error})" if str(error) else "interrupted")
         return INTERRUPTED
     if isinstance(error, RLinfError):
         remote = getattr(error, "traceback_text", "")
         message = str(error.args[0]) if remote and error.args else str(error)
-        if remote:
+        if remote and not error.bad_input:
             sys.stderr.write(remote.rstrip() + "\n\n")
         _print_error(message.rstrip() or type(error).__name__)
-        return BAD_INPUT if isinstance(error, ConfigError | PluginError) else FAILED
+        return BAD_INPUT if error.bad_input or isinstance(error, ConfigError) else FAILED
     traceback.print_exception(error, file=sys.stderr)
     _print_error(f"{type(error).__name__}: {error}".rstrip(": "))
     return FAILED

@@ -14,6 +14,8 @@ RESERVED = frozenset({"keys", "values", "items", "reads", "take_reads", "add_rea
 class MissingKeyError(ConfigError, AttributeError, KeyError):
     """A key that the configuration does not have was read (a misspelt attribute, mostly)."""
 
+    bad_input = False  # a fault of the program, whose traceback says where
+
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0])
 

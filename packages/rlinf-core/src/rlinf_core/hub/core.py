@@ -177,8 +177,8 @@ class HubCore:
         if not result.ok:
             if not result.secondary:
                 task = f" in {call.task} of {call.step}" if call and call.step else f" in {call.task}" if call else ""
-                failure = Failure(result.member, f"{result.member} failed{task}: {result.error}", result.traceback_text)
-                out += self.fail(failure)
+                text = f"{result.member} failed{task}: {result.error}"
+                out += self.fail(Failure(result.member, text, result.traceback_text, result.bad_input))
             if call is not None:
                 out += self._poison(call, result.error)
         out.append((DRIVER, result))
@@ -403,7 +403,12 @@ class HubCore:
         return "\n".join(lines)
 
     def stuck(self) -> bool:
-        """True when calls are open and every member that has one waits: nothing can move any more."""
+        """True when calls are open and every member that has one waits: nothing can move any more.
+
+        A member that offloads for another is at work, though it may have no call: a large state takes its time.
+        """
+        if self.lock is not None and self.lock.offloading():
+            return False
         busy = [s for s in self.members.values() if s.calls]
         driver = self.members.get(DRIVER)
         feeding = driver is not None and driver.feeds > len(driver.waits)

@@ -99,6 +99,8 @@ class CallResult:
     secondary: bool = False
     """The task failed only because something else did (poisoned input, cancelled run)."""
     reads: tuple[str, ...] = ()
+    bad_input: bool = False
+    """What the user gave is wrong (``RLinfError.bad_input``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Failure:
     member: str
     message: str
     traceback_text: str = ""
+    bad_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,10 @@ ID_FILE = "mlflow-run"
 MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 6000
 """Limits of one call of the service, in metrics, parameters and characters of a value."""
 
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""How long a server that does not answer is waited for, unless the user says otherwise: a quarter of a minute where
+nothing listens. MLflow's own seven retries say nothing for minutes, and a step would wait as long."""
+
 
 class MlflowLogger:
     """Metrics as ``phase/name``, the run's configuration as parameters.
@@ -37,6 +41,8 @@ class MlflowLogger:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
         import mlflow
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException

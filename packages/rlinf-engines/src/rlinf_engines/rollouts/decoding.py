@@ -32,17 +32,20 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.get_seq_length()
-        end = begin + key_states.shape[-2]
+        new = key_states.shape[-2]
+        end = begin + new
         if not self.room or end > self.room[0].shape[-2]:
             held = [buffer[:, :, :begin] for buffer in self.room]
             self.room = [
-                new.new_empty(*new.shape[:2], end + GROW_BY, new.shape[3]) for new in (key_states, value_states)
+                states.new_empty(*states.shape[:2], end + GROW_BY, states.shape[3])
+                for states in (key_states, value_states)
             ]
             for buffer, old in zip(self.room, held, strict=False):  # none the first time
                 buffer[:, :, :begin] = old
-        for buffer, new in zip(self.room, (key_states, value_states), strict=True):
-            buffer[:, :, begin:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self.room)
+        keys, values = self.room
+        keys.narrow(2, begin, new).copy_(key_states)
+        values.narrow(2, begin, new).copy_(value_states)
+        self.keys, self.values = keys.narrow(2, 0, end), values.narrow(2, 0, end)
         return self.keys, self.values
 
     def reorder_cache(self, indices: torch.Tensor) -> None:

@@ -66,6 +66,11 @@ class TrainerBase:
         self._seed = 0
         self._store: DeviceStore | None = None
 
+    @classmethod
+    def ranks_problem(cls, cfg: Any, ranks: int) -> str:
+        """Why a trainer with the config node ``cfg`` cannot have ``ranks`` ranks; empty when it can."""
+        return ""
+
     @property
     def micro_batch_tokens(self) -> int:
         """The most tokens that a micro-batch should have; who cuts the batch reads it."""

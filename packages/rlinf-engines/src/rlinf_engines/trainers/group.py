@@ -140,6 +140,11 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
 
 
+def _file(place: ParallelInfo) -> str:
+    """The path of ``file://PATH``, taken as it is (a folder's name may have # or ? in it); else empty."""
+    return place.init_method.removeprefix("file://") if place.init_method.startswith("file://") else ""
+
+
 @contextmanager
 def _one_at_a_time(place: ParallelInfo) -> Iterator[None]:
     """Around the closing of a rank's store: two ranks that close at once would each leave the file to the other.
@@ -147,11 +152,10 @@ def _one_at_a_time(place: ParallelInfo) -> Iterator[None]:
     torch counts the ranks that have finished and those that hold the file in two steps. Where the directory can't be
     locked (some network file systems), the file may stay.
     """
-    url = urlsplit(place.init_method)
     with ExitStack() as held:
-        if url.scheme == "file":
+        if path := _file(place):
             with suppress(OSError):
-                directory = os.open(os.path.dirname(url.path), os.O_RDONLY)
+                directory = os.open(os.path.dirname(path), os.O_RDONLY)
                 held.callback(os.close, directory)
                 fcntl.flock(directory, fcntl.LOCK_EX)
         yield
@@ -165,12 +169,12 @@ def _store(place: ParallelInfo, wait: timedelta) -> Any:
     """
     import torch.distributed as dist
 
-    url = urlsplit(place.init_method)
-    if url.scheme == "file" and url.path:
+    if path := _file(place):
         opening = _openings[place.init_method, place.rank]
-        store = dist.FileStore(f"{url.path}.{opening}", place.world_size)
+        store = dist.FileStore(f"{path}.{opening}", place.world_size)
         store.set_timeout(wait)
         return store
+    url = urlsplit(place.init_method)
     if url.scheme == "tcp" and url.hostname and url.port:
         return dist.TCPStore(
             url.hostname, url.port, place.world_size, place.rank == 0, timeout=wait, wait_for_workers=False

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlinf_core.errors import ConfigError
 from rlinf_core.registry import check_name
+from rlinf_reasoning.tasks.chat import room_for_prompts
 
 # Trainers that want a torch.distributed group on one rank too.
 GROUPED = ("deepspeed", "megatron")
@@ -84,7 +85,7 @@ def check_stop(stop: Sequence[str], model: Any) -> list[str]:
 def check_recipe(root: Any) -> list[str]:
     """Impossible combinations of a recipe's own keys."""
     problems = []
-    sampling, warm = root.sampling, root.warm_start
+    warm = root.warm_start
     if warm.max_steps and warm.problems < warm.held_out + warm.batch_size:
         problems.append(
             f"warm_start.problems: {warm.problems} is less than warm_start.held_out={warm.held_out} + "
@@ -99,9 +100,17 @@ def check_recipe(root: Any) -> list[str]:
             f"rollout.engine_process: with cluster.debug=true, vllm and {trainer} would be in one process, whose "
             "torch.distributed group each of them takes for its own; set rollout.engine_process=true"
         )
-    if root.model.path is None and sampling.max_new_tokens >= root.model.tiny.max_positions:
-        problems.append(
-            f"sampling.max_new_tokens: {sampling.max_new_tokens} leaves no room for a prompt in the model's "
-            f"{root.model.tiny.max_positions} positions (model.tiny.max_positions)"
-        )
-    return problems
+    return problems + check_room(root)
+
+
+def check_room(root: Any) -> list[str]:
+    """That the model takes a prompt beside the longest response."""
+    room, response = room_for_prompts(root), root.sampling.max_new_tokens
+    if room is None or room >= 1:
+        return []
+    tiny = root.model.path is None
+    keys = "model.tiny.max_positions" if tiny else "its config.json, or rollout.max_model_len"
+    return [
+        f"sampling.max_new_tokens: {response} leaves no room for a prompt in the model's {response + room} positions "
+        f"({keys})"
+    ]

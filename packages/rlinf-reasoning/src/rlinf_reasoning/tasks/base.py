@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import Prompt
-from rlinf_reasoning.tasks.chat import has_chat_template
+from rlinf_reasoning.tasks.chat import PromptEncoder, has_chat_template, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,11 @@ class PromptData:
             random.Random(f"{self.seed}/epoch/{epoch}").shuffle(order)
             self._epoch, self._order = epoch, order
         chosen = self._order[turn * self.prompts_per_step : (turn + 1) * self.prompts_per_step]
-        return [_prompt(self.train[i], f"train/{step}/p{n}", step, self.group_size) for n, i in enumerate(chosen)]
+        return [self.prompt(self.train[i], step, n) for n, i in enumerate(chosen)]
+
+    def prompt(self, problem: Problem, step: int, number: int) -> Prompt:
+        """The prompt of a training problem that is number ``number`` of step ``step``."""
+        return _prompt(problem, f"train/{step}/p{number}", step, self.group_size)
 
     def eval_prompts(self, step: int = 0, samples: int = 1, greedy: bool | None = None) -> list[Prompt]:
         """Every evaluation problem with ``samples`` answers; a lone one is greedy unless ``greedy`` says otherwise."""
@@ -180,6 +185,25 @@ def load_data(cfg: Any, task: Task | None = None) -> PromptData:
     elif has_chat_template(cfg.model.path) is False:
         _check_messages(data)
     return data
+
+
+LONGEST = 64
+"""How many problems, those with the most characters, are tried before anything is drawn."""
+
+
+def check_longest(cfg: Any, encode: PromptEncoder) -> None:
+    """Refuse a file with a prompt that is too long before anything is drawn, not when its turn comes.
+
+    Where ``task.too_long`` is ``refuse`` and the problems are a file's, the longest of them by characters are encoded.
+    """
+    if encode.how.too_long != "refuse" or "name" not in cfg.task or cfg.task.name != "jsonl":
+        return
+    data = load_data(cfg)
+    for problem in heapq.nlargest(LONGEST, (*data.eval, *data.train), key=lambda problem: len(problem.prompt)):
+        prompt = _prompt(problem, f"a problem of {cfg.task.path}", 0, 1)
+        found = encode(prompt)
+        if found.problem:
+            raise refusal(prompt, found)
 
 
 def _distinct(problems: Iterable[Problem], seed: int) -> list[Problem]:

@@ -78,6 +78,8 @@ def _problem(line: str, where: str, layout: Layout, pattern: re.Pattern[str] | N
             raise ConfigError(
                 f"{where}: field {name!r} is missing{nearest(name, row)}; the line has {has} ({key} names another)"
             )
+    if "\\ud" in line.lower():
+        _check_surrogates(row, where)
     prompt, messages = _prompt(row.pop(layout.prompt), where, layout.prompt)
     answer = _answer(row[layout.answer], where, layout.answer)
     if pattern is None:
@@ -85,6 +87,18 @@ def _problem(line: str, where: str, layout: Layout, pattern: re.Pattern[str] | N
     else:
         answer = _matched(answer, pattern, where)
     return Problem(prompt, answer, row, messages)
+
+
+def _check_surrogates(row: dict[str, Any], where: str) -> None:
+    """Refuse half of a character (an escape like backslash-ud83d alone), which no tokenizer and no file can take."""
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise ConfigError(
+                f"{where}: field {name!r} has half of a character ({half}, one of a pair that was cut); repair the text"
+            ) from error
 
 
 def _prompt(value: Any, where: str, name: str) -> tuple[str, tuple[dict[str, str], ...] | None]:

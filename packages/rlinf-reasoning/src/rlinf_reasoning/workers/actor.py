@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf_core import In, Out, Prompt, Sample, Worker, task
 from rlinf_core.errors import NonFiniteError
 from rlinf_core.rundir import guard, to_json
-from rlinf_reasoning.workers.updating import barrier_of, save_failed
+from rlinf_reasoning.workers.updating import barrier_of, ranks_problem, save_failed
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,10 @@ class Actor(Worker):
     barrier = "batch"
 
     barrier_of = staticmethod(barrier_of)
+
+    @classmethod
+    def check_ranks(cls, cfg: Any, ranks: int) -> str:
+        return ranks_problem(cfg.trainer, ranks)
 
     def setup(self) -> None:
         from rlinf_reasoning import training

@@ -9,7 +9,7 @@ from rlinf_core import In, Out, Sample, Worker, task
 from rlinf_core.config import Config
 from rlinf_core.errors import NonFiniteError
 from rlinf_core.rundir import guard
-from rlinf_reasoning.workers.updating import barrier_of, save_failed
+from rlinf_reasoning.workers.updating import barrier_of, ranks_problem, save_failed
 
 
 class Critic(Worker):
@@ -25,6 +25,11 @@ class Critic(Worker):
     barrier = "batch"
 
     barrier_of = staticmethod(barrier_of)
+
+    @classmethod
+    def check_ranks(cls, cfg: Any, ranks: int) -> str:
+        problem = ranks_problem(Config({**cfg.trainer.to_dict(), **cfg.critic.to_dict()}), ranks)
+        return problem.replace("trainer.", "critic.") if set(cfg.critic) & {"tp", "pp"} else problem
 
     def setup(self) -> None:
         from rlinf_reasoning import training

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_core import Sample
+from rlinf_core.registry import Registry
 from rlinf_core.rundir import guard, to_json
 
 
@@ -19,6 +20,12 @@ def barrier_of(cfg: Any) -> str:
     algorithm = cfg.algorithm
     whitened = algorithm.advantage == "gae" and algorithm.whiten
     return "group" if algorithm.minibatches == 1 and algorithm.epochs == 1 and not whitened else "batch"
+
+
+def ranks_problem(trainer: Any, ranks: int) -> str:
+    """Why the backend of the config node ``trainer`` cannot have so many ranks; empty when it can, or does not say."""
+    ask = getattr(Registry("rlinf.trainers").load(trainer.name), "ranks_problem", None)
+    return str(ask(trainer, ranks)) if callable(ask) else ""
 
 
 def save_failed(run_dir: Path, step: str, member: str, samples: Sequence[Sample]) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf_core.errors import ConfigError, RLinfError
 from rlinf_core.types import ParallelInfo
+from rlinf_engines.trainers.megatron.supported import world_problem
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +60,8 @@ class Layout:
 
 def check_world(world: int, tp: int, pp: int) -> None:
     """Refuse (``ConfigError``) a number of ranks that ``tp`` times ``pp`` does not divide."""
-    if world % (tp * pp):
-        raise ConfigError(
-            f"trainer.tp: {tp} times trainer.pp {pp} needs a multiple of {tp * pp} ranks, and the trainer has {world}; "
-            "give its group that many devices, or lower one of them"
-        )
+    if problem := world_problem(world, tp, pp):
+        raise ConfigError(problem)
 
 
 class _Held:

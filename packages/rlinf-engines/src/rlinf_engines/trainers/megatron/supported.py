@@ -31,6 +31,16 @@ def architecture_problem(named: Sequence[str], kind: str) -> str:
     )
 
 
+def world_problem(world: int, tp: int, pp: int) -> str:
+    """Why a trainer cannot have ``world`` ranks, or ``""``."""
+    if world % (tp * pp) == 0:
+        return ""
+    return (
+        f"trainer.tp: {tp} times trainer.pp {pp} needs a multiple of {tp * pp} ranks, and the trainer has {world}; "
+        "give its group that many devices, or lower one of them"
+    )
+
+
 def split_problems(heads: int, kv_heads: int, intermediate: int, layers: int, tp: int, pp: int) -> list[str]:
     """Why a model of these sizes cannot be split over ``tp`` times ``pp`` ranks."""
     common = math.gcd(heads, kv_heads, intermediate)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf_core.errors import ConfigError, NonFiniteError, RLinfError
 from rlinf_core.types import Batch, LossFn, StepInfo, VocabShard
 from rlinf_engines.trainers.base import TrainerBase, ids_of
+from rlinf_engines.trainers.megatron.supported import world_problem
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,11 @@ class MegatronTrainer(TrainerBase):
         self._parameters: Parameters
         self._pipeline: Pipeline
         self._configs: tuple[Any, Any] = (None, None)
+
+    @classmethod
+    def ranks_problem(cls, cfg: Any, ranks: int) -> str:
+        """Why a trainer with the config node ``cfg`` cannot have ``ranks`` ranks; empty when it can."""
+        return world_problem(ranks, int(cfg.tp), int(cfg.pp))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
