@@ -235,8 +235,10 @@ def _hint(address: int, size: int, advice: int) -> None:
 class _Mallinfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks".split()]
-    _fields_ += [(name, ctypes.c_size_t) for name in "uordblks fordblks keepcost".split()]
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"]
+    ]
+    _fields_ += [(name, ctypes.c_size_t) for name in ["uordblks", "fordblks", "keepcost"]]
 
 
 def _trim() -> None:
