@@ -236,9 +236,20 @@ class _Mallinfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
     _fields_ = [
-        (name, ctypes.c_size_t) for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"]
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
-    _fields_ += [(name, ctypes.c_size_t) for name in ["uordblks", "fordblks", "keepcost"]]
 
 
 def _trim() -> None:
