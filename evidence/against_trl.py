@@ -1,8 +1,8 @@
 """GRPO side by side with TRL's ``GRPOTrainer``: the same model, prompts, group size, lengths, reward and optimizer.
 
 Each workload first tries every setting of both sides once (TRL: one and two threads; ours: both engines, two ranks of
-one thread or one rank of two) and then runs the best of each in turn, ``--rounds`` times. Both compute in float32 with
-one optimizer step per batch and no KL term. A run's first two steps are left out of its rates.
+one thread or one rank of two, both stages staying loaded) and then runs the best of each in turn, ``--rounds`` times.
+Both compute in float32 with one optimizer step per batch and no KL term. A run's first steps are left out of its rates.
 
 Workloads: ``tiny``, 0.8 M parameters, 64 responses of exactly 64 tokens; ``arithmetic``, sums from a policy after
 supervised warm start, responses as long as they get, until the mean reward of five steps reaches ``GOAL``;
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,21 @@ from _memory import PeakMemory
 HERE = Path(__file__).resolve().parent
 GOAL = 0.6
 """Mean reward over five steps that ``arithmetic`` is run to."""
-WARM = 2
-"""Steps at a run's start that are left out."""
 OURS = {
-    "transformers, 2 ranks": ["rollout=transformers", "cluster.virtual_devices=2"],
-    "transformers, 2 threads": ["rollout=transformers", "cluster.virtual_devices=1"],
-    "vllm, 2 ranks": ["rollout=vllm", "cluster.virtual_devices=2"],
-    "vllm, 2 threads": ["rollout=vllm", "cluster.virtual_devices=1"],
+    "transformers, 2 ranks": ("transformers", 2),
+    "transformers, 2 threads": ("transformers", 1),
+    "vllm, 2 ranks": ("vllm", 2),
+    "vllm, 2 threads": ("vllm", 1),
 }
+"""Engine, and devices: each stage has a rank on each of them, and the cores are shared out among them."""
+PLAN = """
+name: in turn, both loaded
+cpu: {{reward: 1}}
+tree:
+  share:
+    first: {{leaf: {{stage: generator, devices: "{devices}", resident: true}}}}
+    then: {{leaf: {{stage: actor, devices: "{devices}", resident: true}}}}
+"""
 TRL = {"1 thread": 1, "2 threads": 2}
 PARTS = {
     "generation": ["time/generate_s"],
@@ -67,7 +74,8 @@ class Workload:
     chat: bool = False
     accumulate: int = 1
     timeout_s: float = 900.0
-    trials: list[str] = field(default_factory=lambda: list(OURS))
+    warm: int = 2
+    """Steps at a run's start that are left out."""
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -128,11 +136,10 @@ def workload(name: str, place: Path, steps: int | None) -> Workload:
         made = sums(steps or 80, 32, 30, 0)
         return Workload(name, warm_model(place), made, 8, 5, "_trl_reward:exact", 2e-4, False)
     made = [
-        [(f"What is {p[:-1]}? Answer with the number.", a) for p, a in step] for step in sums(steps or 4, 8, 999, 0)
+        [(f"What is {p[:-1]}? Answer with the number.", a) for p, a in step] for step in sums(steps or 3, 8, 999, 0)
     ]
-    engines = [name for name in OURS]
     return Workload(
-        name, smollm2(place), made, 4, 64, "_trl_reward:digits", 1e-5, True, chat=True, trials=engines, timeout_s=1800.0
+        name, smollm2(place), made, 4, 64, "_trl_reward:digits", 1e-5, True, chat=True, timeout_s=1800.0, warm=1
     )
 
 
@@ -141,7 +148,9 @@ def run_ours(load: Workload, place: Path, how: str) -> dict[str, Any]:
     data = place / f"{load.name}.jsonl"
     flat = [{"prompt": prompt, "answer": answer} for step in load.problems for prompt, answer in step]
     data.write_text("".join(json.dumps(row) + "\n" for row in _distinct(flat)))
-    keys = load.shared
+    keys, (engine, devices) = load.shared, OURS[how]
+    plan = place / "plan.yaml"
+    plan.write_text(PLAN.format(devices="0" if devices == 1 else f"0-{devices - 1}"))
     root = Path(tempfile.mkdtemp(prefix="rlinf-against-"))
     command = [
         *common.RLINF,
@@ -167,15 +176,15 @@ def run_ours(load: Workload, place: Path, how: str) -> dict[str, Any]:
         f"sampling.max_new_tokens={load.tokens}",
         f"sampling.ignore_eos={str(load.fixed).lower()}",
         "eval.problems=1",
-        *OURS[how],
+        f"rollout={engine}",
+        f"cluster.virtual_devices={devices}",
+        f"plan={plan}",
     ]
-    threads = "1" if "ranks" in how else "2"
-    code, seconds, peak = watched(command, {"OMP_NUM_THREADS": threads}, load.timeout_s)
+    code, seconds, peak = watched(command, {}, load.timeout_s)
     if code:
         raise SystemExit(f"{load.name}, ours with {how}: ended with {code}")
     (folder,) = (path.parent for path in root.rglob("summary.json"))
     rows = common.rows(folder, "train")
-    # Rows carry no time of day; the run's start is what its steps and evaluation do not account for.
     steps = [
         {
             "step_s": row["time/step_s"],
@@ -253,9 +262,15 @@ def _distinct(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [*found.values(), *({"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(2))][: len(found) + 2]
 
 
-def rate(run: dict[str, Any]) -> float:
+def measured(run: dict[str, Any], load: Workload) -> list[dict[str, Any]]:
+    """The steps that count."""
+    found: list[dict[str, Any]] = run["steps"][load.warm :]
+    return found
+
+
+def rate(run: dict[str, Any], load: Workload) -> float:
     """Response tokens per second of the median step."""
-    return statistics.median(row["tokens"] / row["step_s"] for row in run["steps"][WARM:])
+    return statistics.median(row["tokens"] / row["step_s"] for row in measured(run, load))
 
 
 def to_goal(run: dict[str, Any]) -> float | None:
@@ -275,28 +290,30 @@ def first_step(run: dict[str, Any]) -> float:
     return float(run["wall_s"] - sum(row["step_s"] for row in run["steps"][1:]))
 
 
-def compare(load: Workload, place: Path, rounds: int) -> dict[str, Any]:
+def compare(load: Workload, place: Path, rounds: int, settings: Sequence[str]) -> dict[str, Any]:
     """Trials of every setting, then the best of both in turn."""
     trials: dict[str, dict[str, float]] = {"ours": {}, "TRL": {}}
-    for how in load.trials:
-        trials["ours"][how] = rate(run_ours(load, place, how))
+    for how in settings:
+        trials["ours"][how] = rate(run_ours(load, place, how), load)
         print(f"{load.name}, trial: ours with {how}: {trials['ours'][how]:.0f} tokens/s", flush=True)
     for how in TRL:
-        trials["TRL"][how] = rate(run_trl(load, place, how))
+        trials["TRL"][how] = rate(run_trl(load, place, how), load)
         print(f"{load.name}, trial: TRL with {how}: {trials['TRL'][how]:.0f} tokens/s", flush=True)
     best = {side: max(found, key=lambda how: found[how]) for side, found in trials.items()}
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "TRL": []}
     for number in range(rounds):
         runs["ours"].append(run_ours(load, place, best["ours"]))
         runs["TRL"].append(run_trl(load, place, best["TRL"]))
-        print(f"{load.name}, round {number + 1}: {', '.join(f'{s} {rate(r[-1]):.0f}' for s, r in runs.items())}")
+        said = ", ".join(f"{side} {rate(found[-1], load):.0f}" for side, found in runs.items())
+        print(f"{load.name}, round {number + 1}: {said} tokens/s", flush=True)
     return {"trials": trials, "best": best, "runs": runs}
 
 
 def page(load: Workload, found: dict[str, Any]) -> tuple[str, float]:
     """The workload's section, and the ratio of the median rates."""
     runs, best = found["runs"], found["best"]
-    ratio = statistics.median(map(rate, runs["ours"])) / statistics.median(map(rate, runs["TRL"]))
+    rates = {side: [rate(run, load) for run in runs[side]] for side in runs}
+    ratio = statistics.median(rates["ours"]) / statistics.median(rates["TRL"])
     lines = []
     for side in ("ours", "TRL"):
         goals = [to_goal(run) for run in runs[side]]
@@ -304,8 +321,8 @@ def page(load: Workload, found: dict[str, Any]) -> tuple[str, float]:
         lines.append(
             [
                 f"{side} ({best[side]})",
-                common.spread([rate(run) for run in runs[side]], 4),
-                common.spread([statistics.median(r["step_s"] for r in run["steps"][WARM:]) for run in runs[side]]),
+                common.spread(rates[side], 4),
+                common.spread([statistics.median(row["step_s"] for row in measured(run, load)) for run in runs[side]]),
                 f"{common.spread(known)} in {len(known)} of {len(goals)}" if known else "-",
                 common.spread([run["peak_mib"] for run in runs[side]], 4),
                 common.spread([first_step(run) for run in runs[side]]),
@@ -321,7 +338,7 @@ def page(load: Workload, found: dict[str, Any]) -> tuple[str, float]:
     text += ".\n\nWhere a step's time goes (medians over all rounds):\n\n"
     rows = []
     for side in ("ours", "TRL"):
-        steps = [row for run in runs[side] for row in run["steps"][WARM:]]
+        steps = [row for run in runs[side] for row in measured(run, load)]
         whole = statistics.median(row["step_s"] for row in steps)
         names = list(steps[0]["parts"])
         medians = {name: statistics.median(row["parts"][name] for row in steps) for name in names}
@@ -349,6 +366,7 @@ def main() -> None:
         __doc__ or "",
         ("--only", {"nargs": "+", "choices": ["tiny", "arithmetic", "smollm2"], "default": ["tiny", "arithmetic"]}),
         ("--rounds", {"type": int, "default": 5}),
+        ("--settings", {"nargs": "+", "choices": list(OURS), "default": list(OURS), "help": "ours, to try"}),
         ("--steps", {"type": int, "help": "training steps instead of the workload's own"}),
     )
     import trl
@@ -360,7 +378,7 @@ def main() -> None:
     for name in args.only:
         with tempfile.TemporaryDirectory(prefix="rlinf-trl-") as folder:
             load = workload(name, Path(folder), args.steps)
-            found = compare(load, Path(folder), args.rounds)
+            found = compare(load, Path(folder), args.rounds, args.settings)
         sections[name], ratio = page(load, found)
         data[name] = {"text": sections[name], "ratio": ratio, **found}
         if ratio < 1.0:

@@ -1,4 +1,4 @@
-"""The tests that take minutes, on a real pretrained model: each with its outcome and its seconds."""
+"""The tests that take minutes, most of them on a real pretrained model: each with its outcome and its seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
             rows.append([name, bad[0] if bad else "passed", f"{float(case.get('time', 0)):.0f}"])
     if code != 0:
         raise SystemExit(f"pytest ended with {code}")
-    common.write(args.out, "Tests on a real model", common.table(["test", "outcome", "seconds"], rows), rows)
+    common.write(args.out, "Tests that take minutes", common.table(["test", "outcome", "seconds"], rows), rows)
 
 
 if __name__ == "__main__":

@@ -104,3 +104,4 @@ def test_two_processes_hold_one_model(tmp_path: Path) -> None:
     assert found["difference"] < 1e-3
     assert found["new_difference"] < 1e-3
     assert found["versions"] == [3]
+    assert found["shared"] and not found["left_behind"]

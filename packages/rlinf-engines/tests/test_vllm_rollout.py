@@ -38,7 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    result["left_behind"] = sorted(p.name for p in temporary.glob("rlinf-*"))
+    result["left_behind"] = sorted(p.name for p in temporary.iterdir() if p.name.startswith(("rlinf-", "vllm_dist")))
     return result
 
 

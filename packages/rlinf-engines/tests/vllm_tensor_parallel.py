@@ -18,6 +18,7 @@ from rlinf_engines.rollouts.vllm_rollout import VllmRollout
 
 def main(out: Path) -> None:
     found: dict[str, Any] = {}
+    before = set(Path("/dev/shm").iterdir())
     model = SimpleNamespace(**{**vars(MODEL), "tiny": SimpleNamespace(**{**vars(TINY), "kv_heads": 2})})
     rollout = VllmRollout(SimpleNamespace(**{**vars(ROLLOUT), "tensor_parallel_size": 2}))
     rollout.setup(model, ParallelInfo(), seed=0)
@@ -31,7 +32,9 @@ def main(out: Path) -> None:
     responses = list(rollout.generate(asked, SAMPLING))
     found["new_difference"] = worst_difference(responses, asked, network)
     found["versions"] = sorted({v for r in responses for v in r.versions})
+    shared = {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("vllm_dist")}
     rollout.close()
+    found["shared"], found["left_behind"] = len(shared), sorted(path.name for path in shared if path.exists())
     out.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -11,7 +11,9 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from rlinf_core.errors import NonFiniteError, RLinfError
 from rlinf_core.types import Generated, GenerateRequest, SamplingParams
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
     from rlinf_engines.offload import DeviceStore
     from rlinf_engines.rollouts.held_weights import HeldWeights
+
+
+SHARED = Path("/dev/shm")
 
 
 class EngineDied(RLinfError):
@@ -95,6 +100,7 @@ class LocalEngine:
         self._llm = _start(spec)
         self._core: Any = self._llm.engine_core
         self._serial = 0
+        self._meetings = _meeting_files(self._llm)
         if not spec.on_gpu and sys.platform == "linux" and self._workers() == 1:
             import torch
 
@@ -194,6 +200,10 @@ class LocalEngine:
             self._store.close()
         with contextlib.suppress(Exception):  # it may be broken, and is of no more use
             self._core.shutdown()
+        for file in self._meetings:
+            # On a CPU the workers share memory that has the file's name. vLLM removes neither.
+            for left in (file, *SHARED.glob(f"{file.name}-*")):
+                left.unlink(missing_ok=True)
 
     def tensors(self, read: Callable[[Any], list[torch.Tensor]]) -> list[torch.Tensor]:
         """What ``read`` finds in the worker (one worker only)."""
@@ -294,6 +304,14 @@ def _start(spec: EngineSpec) -> Any:
             raise RLinfError(f"rollout vllm: the engine did not start: {_advice(str(error), spec.on_gpu)}") from error
         engine.collective_rpc(install_sampler)
     return engine
+
+
+def _meeting_files(engine: Any) -> set[Path]:
+    """The files at which the engine's workers have met."""
+    from rlinf_engines.rollouts.vllm_worker import meeting_place
+
+    places = [urlsplit(place) for place in engine.collective_rpc(meeting_place)]
+    return {Path(place.path) for place in places if place.scheme == "file"}
 
 
 def _advice(text: str, on_gpu: bool) -> str:

@@ -73,6 +73,11 @@ def install_sampler(worker: Any) -> None:
     worker.model_runner.sampler = KeyedSampler(worker.model_runner)
 
 
+def meeting_place(worker: Any) -> str:
+    """Where the engine's workers have met, as torch writes it (``file://PATH``)."""
+    return str(getattr(worker, "distributed_init_method", ""))
+
+
 def install_weights(worker: Any, given: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Put whole weights into the worker's model."""
     runner = worker.model_runner
