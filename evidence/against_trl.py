@@ -133,8 +133,8 @@ def workload(name: str, place: Path, steps: int | None) -> Workload:
         made = sums(steps or 20, 8, 99, 0)
         return Workload(name, tiny_model(place), made, 8, 64, "_trl_reward:even", 2e-4, True)
     if name == "arithmetic":
-        made = sums(steps or 80, 32, 30, 0)
-        return Workload(name, warm_model(place), made, 8, 5, "_trl_reward:exact", 2e-4, False)
+        made = sums(steps or 120, 32, 30, 0)
+        return Workload(name, warm_model(place), made, 8, 5, "_trl_reward:exact", 3e-4, False)
     made = [
         [(f"What is {p[:-1]}? Answer with the number.", a) for p, a in step] for step in sums(steps or 3, 8, 999, 0)
     ]

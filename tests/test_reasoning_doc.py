@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     letters = "".join(chr(c) for c in range(32, 127)) + "\n"
     tiny = {"family": "qwen2", "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate_size": 32}
-    node = Config({"path": None, "dtype": "float32", "tiny": {**tiny, "max_positions": 256, "characters": letters}})
+    node = Config({"path": None, "dtype": "float32", "tiny": {**tiny, "max_positions": 1024, "characters": letters}})
     tokenizer = load_tokenizer(node)
     tokenizer.chat_template = TEMPLATE
     export_model(load_model(node, 0), tokenizer, folder / "MODEL")
