@@ -32,7 +32,12 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._done.wait(self._interval_s):
-            self.mib = max(self.mib, sum(_unshared(one) for one in _family(self._process.pid)) / MIB)
+            self.mib = max(self.mib, family_mib(self._process.pid))
+
+
+def family_mib(pid: int) -> float:
+    """Memory of a process and its descendants now, in MiB, each by its proportional set size."""
+    return sum(map(_unshared, _family(pid))) / MIB
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -3,6 +3,7 @@
 Each workload first tries every setting of both sides once (TRL: one and two threads; ours: both engines, two ranks of
 one thread or one rank of two, both stages staying loaded) and then runs the best of each in turn, ``--rounds`` times.
 Both compute in float32 with one optimizer step per batch and no KL term. A run's first steps are left out of its rates.
+Memory is looked at in the trials only: looking takes time, the more the more processes there are.
 
 Workloads: ``tiny``, 0.8 M parameters, 64 responses of exactly 64 tokens; ``arithmetic``, sums from a policy after
 supervised warm start, responses as long as they get, until the mean reward of five steps reaches ``GOAL``;
@@ -143,7 +144,7 @@ def workload(name: str, place: Path, steps: int | None) -> Workload:
     )
 
 
-def run_ours(load: Workload, place: Path, how: str) -> dict[str, Any]:
+def run_ours(load: Workload, place: Path, how: str, *, memory: bool = False) -> dict[str, Any]:
     """One run of our recipe; its steps, seconds and memory."""
     data = place / f"{load.name}.jsonl"
     flat = [{"prompt": prompt, "answer": answer} for step in load.problems for prompt, answer in step]
@@ -180,7 +181,7 @@ def run_ours(load: Workload, place: Path, how: str) -> dict[str, Any]:
         f"cluster.virtual_devices={devices}",
         f"plan={plan}",
     ]
-    code, seconds, peak = watched(command, {}, load.timeout_s)
+    code, seconds, peak = watched(command, {}, load.timeout_s, memory)
     if code:
         raise SystemExit(f"{load.name}, ours with {how}: ended with {code}")
     (folder,) = (path.parent for path in root.rglob("summary.json"))
@@ -199,7 +200,7 @@ def run_ours(load: Workload, place: Path, how: str) -> dict[str, Any]:
     return {"steps": steps, "wall_s": seconds, "peak_mib": peak}
 
 
-def run_trl(load: Workload, place: Path, how: str) -> dict[str, Any]:
+def run_trl(load: Workload, place: Path, how: str, *, memory: bool = False) -> dict[str, Any]:
     """One run of TRL; the same."""
     spec, out = place / "spec.json", place / "out.json"
     out.unlink(missing_ok=True)
@@ -227,7 +228,7 @@ def run_trl(load: Workload, place: Path, how: str) -> dict[str, Any]:
         )
     )
     command = [sys.executable, str(HERE / "_trl_run.py"), str(spec), str(out)]
-    code, seconds, peak = watched(command, {"OMP_NUM_THREADS": str(TRL[how])}, load.timeout_s)
+    code, seconds, peak = watched(command, {"OMP_NUM_THREADS": str(TRL[how])}, load.timeout_s, memory)
     if code:
         raise SystemExit(f"{load.name}, TRL with {how}: ended with {code}")
     data = json.loads(out.read_text())
@@ -237,13 +238,15 @@ def run_trl(load: Workload, place: Path, how: str) -> dict[str, Any]:
     return {"steps": data["steps"], "wall_s": seconds, "peak_mib": peak}
 
 
-def watched(command: Sequence[str], environment: dict[str, str], timeout_s: float) -> tuple[int, float, float]:
-    """(exit code, seconds, peak MiB) of a command."""
+def watched(
+    command: Sequence[str], environment: dict[str, str], timeout_s: float, memory: bool
+) -> tuple[int, float, float]:
+    """(exit code, seconds, peak MiB where ``memory`` is looked at) of a command."""
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]  # the first: where the reward is
     merged = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     began = time.perf_counter()
     process = subprocess.Popen(command, env=merged, stdout=subprocess.DEVNULL)
-    memory = PeakMemory(process)
+    looking = PeakMemory(process) if memory else None
     try:
         code = process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -252,7 +255,7 @@ def watched(command: Sequence[str], environment: dict[str, str], timeout_s: floa
         if process.poll() is None:
             process.terminate()
             process.wait(timeout=60.0)
-        peak = memory.stop()
+        peak = looking.stop() if looking else 0.0
     return code, time.perf_counter() - began, peak
 
 
@@ -293,12 +296,12 @@ def first_step(run: dict[str, Any]) -> float:
 def compare(load: Workload, place: Path, rounds: int, settings: Sequence[str]) -> dict[str, Any]:
     """Trials of every setting, then the best of both in turn."""
     trials: dict[str, dict[str, float]] = {"ours": {}, "TRL": {}}
-    for how in settings:
-        trials["ours"][how] = rate(run_ours(load, place, how), load)
-        print(f"{load.name}, trial: ours with {how}: {trials['ours'][how]:.0f} tokens/s", flush=True)
-    for how in TRL:
-        trials["TRL"][how] = rate(run_trl(load, place, how), load)
-        print(f"{load.name}, trial: TRL with {how}: {trials['TRL'][how]:.0f} tokens/s", flush=True)
+    peaks: dict[str, dict[str, float]] = {"ours": {}, "TRL": {}}
+    for side, run, ways in (("ours", run_ours, settings), ("TRL", run_trl, list(TRL))):
+        for how in ways:
+            tried = run(load, place, how, memory=True)
+            trials[side][how], peaks[side][how] = rate(tried, load), tried["peak_mib"]
+            print(f"{load.name}, trial: {side} with {how}: {trials[side][how]:.0f} tokens/s", flush=True)
     best = {side: max(found, key=lambda how: found[how]) for side, found in trials.items()}
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "TRL": []}
     for number in range(rounds):
@@ -306,7 +309,7 @@ def compare(load: Workload, place: Path, rounds: int, settings: Sequence[str]) -
         runs["TRL"].append(run_trl(load, place, best["TRL"]))
         said = ", ".join(f"{side} {rate(found[-1], load):.0f}" for side, found in runs.items())
         print(f"{load.name}, round {number + 1}: {said} tokens/s", flush=True)
-    return {"trials": trials, "best": best, "runs": runs}
+    return {"trials": trials, "best": best, "peaks": {side: peaks[side][best[side]] for side in best}, "runs": runs}
 
 
 def page(load: Workload, found: dict[str, Any]) -> tuple[str, float]:
@@ -324,7 +327,7 @@ def page(load: Workload, found: dict[str, Any]) -> tuple[str, float]:
                 common.spread(rates[side], 4),
                 common.spread([statistics.median(row["step_s"] for row in measured(run, load)) for run in runs[side]]),
                 f"{common.spread(known)} in {len(known)} of {len(goals)}" if known else "-",
-                common.spread([run["peak_mib"] for run in runs[side]], 4),
+                f"{found['peaks'][side]:.0f}",
                 common.spread([first_step(run) for run in runs[side]]),
                 f"{statistics.mean(run['steps'][-1]['reward'] for run in runs[side]):.3f}",
             ]

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
-import psutil
+from _memory import family_mib
 
 RECIPE = "reasoning/grpo_math"
 GAP = 1e-3
 """Largest difference of a token's log-prob between the engine that drew it and the trainer."""
 FLAT = 1.05
 """Largest memory of the last step as a part of that of the third, when every buffer has been made."""
-MIB = 1 << 20
 SAMPLE_S = 1.0
 BACKENDS = {
     "torch": [],
@@ -52,29 +51,12 @@ class Memory:
     def watch(self) -> None:
         while not self.done.wait(SAMPLE_S):
             steps = sum(line.count('"phase": "train"') for line in _lines(self.root))
-            total = sum(_unshared(process) for process in _family(self.process.pid))
-            self.peaks[steps] = max(self.peaks.get(steps, 0.0), total / MIB)
+            self.peaks[steps] = max(self.peaks.get(steps, 0.0), family_mib(self.process.pid))
 
 
 def _lines(root: Path) -> Iterator[str]:
     for path in root.rglob("metrics.jsonl"):
         yield from path.read_text(encoding="utf-8").splitlines()
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _unshared(process: psutil.Process) -> int:
-    """Proportional set size: what several processes share counts once in their sum."""
-    try:
-        return int(process.memory_full_info().pss)
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0
 
 
 def model_directory(given: str, place: Path) -> Path:
