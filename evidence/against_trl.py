@@ -364,6 +364,25 @@ def _described(load: Workload) -> str:
     )
 
 
+def _slim(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """What is kept of the runs: numbers by column, with four digits, and the medians of the parts."""
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for side, rows in runs.items():
+        kept[side] = []
+        for run in rows:
+            steps = run["steps"]
+            columns = {
+                key: [float(f"{step[key]:.4g}") for step in steps]
+                for key in ("step_s", "tokens", "reward", "grad_norm")
+            }
+            parts = {
+                part: float(f"{statistics.median(step['parts'].get(part, 0.0) for step in steps):.4g}")
+                for part in steps[0]["parts"]
+            }
+            kept[side].append({**run, "steps": columns, "parts": parts})
+    return kept
+
+
 def main() -> None:
     args = common.arguments(
         __doc__ or "",
@@ -383,7 +402,7 @@ def main() -> None:
             load = workload(name, Path(folder), args.steps)
             found = compare(load, Path(folder), args.rounds, args.settings)
         sections[name], ratio = page(load, found)
-        data[name] = {"text": sections[name], "ratio": ratio, **found}
+        data[name] = {"text": sections[name], "ratio": ratio, **found, "runs": _slim(found["runs"])}
         if ratio < 1.0:
             slow.append(f"{name}: {ratio:.2f} of TRL's tokens/s")
     text = (
