@@ -175,6 +175,37 @@ LossFn = Callable[["dict[str, torch.Tensor]", Batch], "tuple[torch.Tensor, float
 """(outputs of the head, micro-batch) -> (loss *sum*, its count, sums of metrics)."""
 
 
+@dataclass(slots=True, frozen=True)
+class NetworkSpec:
+    """A network for a trainer that is no causal LM of a config node: any ``torch.nn.Module`` and how it is run.
+
+    Its micro-batches are mappings too, with ``ids`` (list of names, for messages) and whatever tensors ``forward`` and
+    the loss read; a trainer moves the tensors to its device and looks at nothing else.
+
+    Attributes:
+        build: seed -> the network on the CPU. Equal seeds give equal weights. Floating-point parameters are trained in
+            the format that ``dtype`` asks for and are cast to it; buffers stay as they are made. Every parameter is
+            trained: what is not must be a buffer.
+        forward: (network, micro-batch on the device) -> outputs that the loss reads. ``network`` may be a backend's
+            wrapper: run it by calling it (``network(x)``), not one of its parts or methods, or hooks that gather
+            sharded weights and autocast are missed. It runs in training mode inside ``accumulate`` and in evaluation
+            mode inside ``forward``; it must not change buffers (``Trainer.update_buffers`` does, equally on all ranks).
+        filler: a micro-batch that adds nothing, for ranks that have run out of theirs when a backend's ranks must run
+            equally often; the same parameters must take part in its forward as in that of others. No loss is computed
+            of it.
+        export: (network, weights, directory) -> writes all that a load needs into the directory, which exists and is
+            empty. The parameters of ``network`` may be empty: what it was made of may be read of it, numbers are in
+            ``weights`` alone (whole, on the CPU, parameters in ``dtype``, persistent buffers as they are).
+        dtype: "float32", "float64" or "bfloat16"; the last trains float32 masters and computes in bfloat16.
+    """
+
+    build: Callable[[int], torch.nn.Module]
+    forward: Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
+    filler: Callable[[], Batch]
+    export: Callable[[torch.nn.Module, dict[str, torch.Tensor], Path], None]
+    dtype: str = "float32"
+
+
 @runtime_checkable
 class Trainer(Protocol):
     """One rank of a trainer backend (entry-point group ``rlinf.trainers``; the entry is the class).
@@ -195,7 +226,9 @@ class Trainer(Protocol):
     def setup(
         self, model: Any, head: HeadFn | None, parallel: ParallelInfo, *, seed: int, role: str = "policy"
     ) -> None:
-        """Build model and optimizer. ``model`` is the model config node (path or tiny).
+        """Build model and optimizer. ``model`` is the model config node (path or tiny) of a causal LM, or a
+        ``NetworkSpec``: then ``head`` is ``None``, ``role`` "policy", ``tokenizer`` stays ``None`` and outputs are what
+        ``NetworkSpec.forward`` gives. A backend that trains causal LMs only refuses it by name.
 
         ``role="critic"``: the same network with one number per position instead of logits; ``head`` is then ``None``
         and the outputs are ``{"values": [M]}``.
@@ -227,12 +260,23 @@ class Trainer(Protocol):
         """Sum each value over replicas, in rank order (collective); replicas may give different names, the ranks of
         one replica give the same."""
 
+    def gather(self, value: Any) -> list[Any]:
+        """The (picklable) values of all replicas, in rank order; the ranks of one replica give the same. Collective."""
+
     def restart_optimizer(self, cfg: Any) -> None:
         """Begin a new phase with the weights as they are: fresh optimizer state and schedule from ``cfg``."""
 
+    def update_buffers(self, change: Callable[[torch.nn.Module], None]) -> None:
+        """Let ``change`` write to the network's buffers (running statistics), in evaluation mode, without gradients.
+
+        Every rank calls it with the same data in the same order (see ``gather``), so that buffers stay equal on all
+        ranks. Buffers are on the trainer's device; parameters, which may be parts here, are not to be touched or read.
+        """
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters under their Hugging Face names, tied ones once. Collective: every rank runs it to its end;
-        what comes out is for rank 0 (other ranks may be given nothing)."""
+        """Whole parameters and persistent buffers under their Hugging Face names (of a ``NetworkSpec``: their names in
+        the network), tied ones once. Collective: every rank runs it to its end; what comes out is for rank 0 (other
+        ranks may be given nothing)."""
 
     def onload(self) -> None: ...
 

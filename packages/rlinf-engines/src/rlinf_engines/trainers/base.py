@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf_core.errors import ConfigError, NonFiniteError, RLinfError
-from rlinf_core.types import Batch, HeadFn, LossFn, ParallelInfo, StepInfo, VocabShard
+from rlinf_core.types import Batch, HeadFn, LossFn, NetworkSpec, ParallelInfo, StepInfo, VocabShard
 from rlinf_engines.trainers.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -40,11 +40,14 @@ class TrainerBase:
         steps_done: optimizer steps since ``setup``, ``restart_optimizer`` or as loaded.
         replica, replicas: which copy of the model this rank belongs to, and how many there are.
         lockstep: whether every forward and backward is collective, so that ranks must run equally often.
+        spec: what the network is and how it is run, where it is no causal LM.
+        any_network: whether the backend trains such networks.
         memory_knobs: config keys that lower the use of memory, for messages.
     """
 
     requires: tuple[str, ...] = ("transformers", "tokenizers", "safetensors")
     lockstep: bool = False
+    any_network: bool = True
     memory_knobs: str = "lower trainer.micro_batch_tokens, or set trainer.activation_checkpointing=true"
 
     def __init__(self, cfg: Any) -> None:
@@ -53,6 +56,7 @@ class TrainerBase:
         self.model: Any = None
         self.optimizer: Any = None
         self.head: HeadFn | None = None
+        self.spec: NetworkSpec | None = None
         self.role = "policy"
         self.steps_done = 0
         self.parallel = ParallelInfo()
@@ -64,6 +68,7 @@ class TrainerBase:
         # The torch.distributed group of this rank's replica, where a replica has several ranks.
         self.replica_group: Any = None
         self._seed = 0
+        self._parameter_names: frozenset[str] = frozenset()
         self._store: DeviceStore | None = None
 
     @classmethod
@@ -81,7 +86,7 @@ class TrainerBase:
     def setup(
         self, model: Any, head: HeadFn | None, parallel: ParallelInfo, *, seed: int, role: str = "policy"
     ) -> None:
-        """Build model and optimizer. ``model`` is the model config node, ``seed`` the root seed.
+        """Build model and optimizer. ``model`` is the model config node or a ``NetworkSpec``, ``seed`` the root seed.
 
         With ``world_size`` above 1 this opens torch.distributed's default group; a peer that does not come within
         ``parallel.timeout_s`` is an error that names it.
@@ -92,22 +97,33 @@ class TrainerBase:
         from rlinf_engines.offload import DeviceStore
         from rlinf_engines.seeds import derive_seed
         from rlinf_engines.trainers.group import RankGroup
+        from rlinf_engines.trainers.network import network_format
 
         if role not in ROLES:
             raise ConfigError(f"trainer: role {role!r} is unknown; choose from {', '.join(ROLES)}")
-        if (head is None) != (role == "critic"):
+        if isinstance(model, NetworkSpec):
+            if not self.any_network:
+                raise ConfigError(
+                    f"trainer.name: {self.cfg.name} trains causal language models only; use trainer=torch or "
+                    "trainer=deepspeed for this model"
+                )
+            dtype, self.spec = network_format(model, head, role), model
+        elif (head is None) != (role == "critic"):
             raise ConfigError(f"trainer: a {role} is set up {'without a' if role == 'critic' else 'with a'} head")
+        else:
+            dtype = model.dtype
         torch.set_num_threads(parallel.threads)
         self.parallel, self.head, self.role, self._seed = parallel, head, role, seed
         self.replica, self.replicas = parallel.rank, parallel.world_size
         self.device = torch.device(parallel.device)
-        self.dtype = torch_dtype(model.dtype)
-        self.tokenizer = load_tokenizer(model)
+        self.dtype = torch_dtype(dtype)
+        self.tokenizer = load_tokenizer(model) if self.spec is None else None
         self.group = RankGroup(parallel, self.device)
         self.group.join()
         try:
             with self.memory_guard("setup"):
                 self._build(model, role)
+                self._parameter_names = frozenset(name for name, _ in self.model.named_parameters())
                 self._new_optimizer()
         except BaseException:
             self.close()
@@ -169,6 +185,13 @@ class TrainerBase:
                 total[name] = total.get(name, 0.0) + value
         return total
 
+    def gather(self, value: Any) -> list[Any]:
+        """The (picklable) values of all replicas, in rank order; the ranks of one replica give the same. Collective."""
+        everyone: dict[int, Any] = {}
+        for replica, theirs in self._ranks().everyone((self.replica, value), "gathering values"):
+            everyone.setdefault(replica, theirs)
+        return list(everyone.values())
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._ranks().barrier()
@@ -176,7 +199,8 @@ class TrainerBase:
     # -- forward and backward ---------------------------------------------------------------------------------------
 
     def forward(self, batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-        """The head's outputs of each micro-batch, [M] each, without gradients, in evaluation mode (dropout off)."""
+        """The head's outputs of each micro-batch, [M] each (of a ``NetworkSpec``: what its ``forward`` gives), without
+        gradients, in evaluation mode (dropout off)."""
         import torch
 
         self._check_loaded("forward")
@@ -212,7 +236,8 @@ class TrainerBase:
                         sums[name] = sums.get(name, 0.0) + float(value)
                 else:
                     loss = zero_loss(outputs)
-                if self.lockstep and not loss.requires_grad:
+                # Where ranks run in step every parameter takes part, whatever outputs the loss reads.
+                if self.lockstep and (self.spec is not None or not loss.requires_grad):
                     loss = loss + zero_loss(outputs)
                 if loss.requires_grad:  # a micro-batch in which everything is masked has no gradient
                     self._backward(loss)
@@ -230,9 +255,12 @@ class TrainerBase:
         return learning_rate(self.cfg, self.steps_done)
 
     def filler(self) -> dict[str, Any]:
-        """A micro-batch of one sequence of two tokens, its one target masked, for ranks that have run out of theirs."""
+        """A micro-batch of one sequence of two tokens, its one target masked, for ranks that have run out of theirs; of
+        a ``NetworkSpec`` its own."""
         import torch
 
+        if self.spec is not None:
+            return dict(self.spec.filler())
         return {
             "ids": ["filler"],
             "input_ids": torch.zeros(2, dtype=torch.int64),
@@ -248,8 +276,23 @@ class TrainerBase:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters under Hugging Face names in ``model.dtype``, tied ones once; for rank 0. Collective."""
+        """Whole parameters under Hugging Face names in ``model.dtype``, tied ones once, and persistent buffers (those
+        of a ``NetworkSpec`` as they are); for rank 0. Collective."""
         raise NotImplementedError
+
+    def update_buffers(self, change: Callable[[torch.nn.Module], None]) -> None:
+        """Let ``change`` write to the network's buffers, in evaluation mode and without gradients.
+
+        For what is not learnt by gradients (running statistics). Nothing is exchanged: every rank must call this with
+        the same data in the same order (what ``gather`` gives, say), and buffers are then equal on all ranks. They are
+        on this trainer's device, and keep their sizes and formats. ``change`` may not read or write parameters, of
+        which a rank may have a part only. From then on ``forward``, ``weights`` and ``save`` give the new contents.
+        """
+        from rlinf_engines.trainers.network import change_buffers
+
+        self._check_loaded("update_buffers")
+        self._set_mode(train=False)
+        change_buffers(self.model, change)
 
     def save(self, path: Path) -> None:
         """Write the exact state (weights, optimizer, schedule, RNG of every rank), aside and renamed when whole.
@@ -273,20 +316,25 @@ class TrainerBase:
         checkpoint.load(self, Path(path))
 
     def export(self, path: Path) -> None:
-        """Write a Hugging Face directory (config, safetensors, tokenizer); rank 0 writes. Collective."""
+        """Write a Hugging Face directory (config, safetensors, tokenizer), or what a ``NetworkSpec`` writes; rank 0
+        writes, aside and renamed when whole. Collective."""
         from rlinf_engines.models import empty_network, export_model
+        from rlinf_engines.trainers.network import export_network
 
         self._check_loaded("export")
         failure: Exception | None = None
         weights = self.weights()
         if self.parallel.rank == 0:
             try:
-                config, generation = self._hf_configs()
-                network = empty_network(config, self.role)
-                if generation is not None:
-                    network.generation_config = generation
-                whole = {name: tensor.cpu() for name, tensor in weights}
-                export_model(network, self.tokenizer, Path(path), self.dtype, whole)
+                if self.spec is not None:
+                    export_network(self.spec, self.model, {name: t.cpu() for name, t in weights}, Path(path))
+                else:
+                    config, generation = self._hf_configs()
+                    network = empty_network(config, self.role)
+                    if generation is not None:
+                        network.generation_config = generation
+                    whole = {name: tensor.cpu() for name, tensor in weights}
+                    export_model(network, self.tokenizer, Path(path), self.dtype, whole)
             except Exception as error:  # raised by ``_agree``, after the collective part has run to its end
                 failure = error
         for _ in weights:
@@ -349,7 +397,8 @@ class TrainerBase:
     # -- for backends -----------------------------------------------------------------------------------------------
 
     def _build(self, model: Any, role: str) -> None:
-        """Make ``self.model`` on ``self.device`` from the config node ``model``, equal on all replicas."""
+        """Make ``self.model`` on ``self.device`` from the config node or ``NetworkSpec`` ``model``, equal on all
+        replicas."""
         raise NotImplementedError
 
     def _new_optimizer(self) -> None:
@@ -381,8 +430,20 @@ class TrainerBase:
         """Run the Hugging Face network on ``inputs``."""
         return self.model(**inputs)
 
+    def _call_network(self, spec: NetworkSpec, batch: Batch) -> dict[str, torch.Tensor]:
+        """Run a network that is no causal LM."""
+        return spec.forward(self.model, batch)
+
+    def _in_format(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight or buffer as ``weights`` gives it."""
+        if not tensor.is_floating_point() or (self.spec is not None and name not in self._parameter_names):
+            return tensor
+        return tensor.to(self.dtype)
+
     def _outputs(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What the loss reads of one micro-batch that is on the device: the head's outputs, or ``values`` [M]."""
+        if self.spec is not None:
+            return {name: self._exact(values) for name, values in self._call_network(self.spec, batch).items()}
         from rlinf_engines.trainers.attention import packed_inputs
 
         inputs, predict = packed_inputs(batch), batch["predict"]
@@ -408,7 +469,8 @@ class TrainerBase:
         loss.backward()
 
     def _set_mode(self, *, train: bool) -> None:
-        self.model.train(train)
+        if self.model.training != train:  # it walks through all modules
+            self.model.train(train)
 
     def _device_tensors(self) -> Iterator[torch.Tensor]:
         """What ``offload`` moves: parameters, gradients, buffers, optimizer state."""

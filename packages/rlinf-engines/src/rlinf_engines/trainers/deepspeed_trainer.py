@@ -1,4 +1,5 @@
-"""Trainer backend ``deepspeed``: data parallel with DeepSpeed's ZeRO, stages 0 to 3, over any Hugging Face causal LM.
+"""Trainer backend ``deepspeed``: data parallel with DeepSpeed's ZeRO, stages 0 to 3, over any Hugging Face causal LM or
+torch module.
 
 Gradients of loss *sums* accumulate; DeepSpeed averages them over ranks, and at the step its gradient scale is set to
 the global count over the number of ranks, so that what AdamW sees is divided once by the count. ZeRO: Rajbhandari et
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlinf_core.errors import ConfigError, NonFiniteError
-from rlinf_core.types import StepInfo
+from rlinf_core.types import Batch, NetworkSpec, StepInfo
 from rlinf_engines.trainers.base import TrainerBase, zero_loss
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class DeepSpeedTrainer(TrainerBase):
         """
         for name, tensor in self._zero_state().weights():
             self._check_loaded("weights")
-            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            yield name, self._in_format(name, tensor)
 
     def close(self) -> None:
         """Take the engine apart, leave the process group if this trainer was its last user, free host memory."""
@@ -98,6 +99,7 @@ class DeepSpeedTrainer(TrainerBase):
         from rlinf_engines.models import load_model
         from rlinf_engines.trainers import deepspeed_runtime
         from rlinf_engines.trainers.attention import check_packing, use_packed_attention
+        from rlinf_engines.trainers.network import build_network
         from rlinf_engines.trainers.torch_trainer import checkpoint_activations
 
         if self._stage and self.dtype == torch.float64:
@@ -105,10 +107,14 @@ class DeepSpeedTrainer(TrainerBase):
                 "model.dtype: DeepSpeed keeps float32 masters, float64 is trained with trainer.zero_stage=0 only"
             )
         master = torch.float32 if self.dtype == torch.bfloat16 else self.dtype
-        network = load_model(model, self._seed, master, role=role)
-        use_packed_attention(network)
-        check_packing(network)
-        network.requires_grad_(True)
+        network: Any
+        if self.spec is None:
+            network = load_model(model, self._seed, master, role=role)
+            use_packed_attention(network)
+            check_packing(network)
+            network.requires_grad_(True)
+        else:
+            network = build_network(self.spec, self._seed, master)
         if self.cfg.activation_checkpointing:
             checkpoint_activations(network)
         deepspeed_runtime.enter(self.parallel, self.device)
@@ -161,6 +167,7 @@ class DeepSpeedTrainer(TrainerBase):
                 {"params": matrices, "weight_decay": decay, "decays": True},
                 {"params": vectors, "weight_decay": 0.0, "decays": False},
             ]
+            groups = [group for group in groups if group["params"]]
             self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
             self._engine = deepspeed.initialize(
                 model=self.model, optimizer=self.optimizer, config=config, dist_init_required=False
@@ -274,6 +281,9 @@ class DeepSpeedTrainer(TrainerBase):
 
     def _call(self, **inputs: Any) -> Any:
         return self._engine(**inputs)
+
+    def _call_network(self, spec: NetworkSpec, batch: Batch) -> dict[str, torch.Tensor]:
+        return spec.forward(self._engine, batch)
 
     def _backward(self, loss: torch.Tensor) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)

@@ -20,15 +20,24 @@ from rlinf_engines.trainers.group import RankGroup
 from rlinf_engines.trainers.norms import sum_of_squares
 
 
-def shard(network: Any, device: torch.device, ranks: int, dtype: torch.dtype) -> None:
-    """Cut the parameters of a Hugging Face model, block by block, and move the parts to the device. Collective.
+def shard(network: Any, device: torch.device, ranks: int, dtype: torch.dtype, *, plain: bool = False) -> None:
+    """Cut the parameters of a Hugging Face model, block by block, or of another module as a whole (``plain``), and move
+    the parts to the device. Collective.
 
     With bfloat16 the weights are gathered, and the forward computed, in it; gradients are added in float32. Gradients
     are sums over ranks, not means.
     """
-    blocks = set(network._no_split_modules or ())
-    found = [module for module in network.modules() if type(module).__name__ in blocks]
-    if not found:
+    # A network may be made of Hugging Face models: each names its own blocks.
+    named = [getattr(module, "_no_split_modules", None) or () for module in network.modules()]
+    blocks = {name for names in (named if plain else named[:1]) for name in names}
+    found = [module for module in network.modules() if type(module).__name__ in blocks and module is not network]
+    scalars = [name for name, parameter in network.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ConfigError(
+            f"trainer.sharding: fsdp2 cannot cut the scalar parameter {scalars[0]} of {type(network).__name__}; give "
+            "it the shape [1], or use ddp"
+        )
+    if not found and not plain:
         raise ConfigError(
             f"trainer.sharding: fsdp2 does not know the blocks of {type(network).__name__} (it names none in "
             "_no_split_modules); use ddp"

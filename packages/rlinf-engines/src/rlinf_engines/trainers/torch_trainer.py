@@ -1,4 +1,4 @@
-"""Trainer backend ``torch``: AdamW over any Hugging Face causal LM, one process or data parallel.
+"""Trainer backend ``torch``: AdamW over any Hugging Face causal LM or torch module, one process or data parallel.
 
 Gradients of loss *sums* accumulate; ``step`` divides once by the global count, so ranks may have different numbers of
 micro-batches and the result does not depend on how samples were split, up to floating-point order. With
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlinf_core.errors import ConfigError
-from rlinf_core.types import StepInfo
+from rlinf_core.types import Batch, NetworkSpec, StepInfo
 from rlinf_engines.trainers.base import TrainerBase
 
 if TYPE_CHECKING:
     import torch
+
+    from rlinf_engines.trainers.flat import FlatState
 
 
 class TorchTrainer(TrainerBase):
@@ -32,6 +35,10 @@ class TorchTrainer(TrainerBase):
         "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing=true, or with several ranks "
         "trainer.sharding=fsdp2"
     )
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self._flat: FlatState | None = None
 
     @property
     def sharded(self) -> bool:
@@ -50,13 +57,13 @@ class TorchTrainer(TrainerBase):
             norm = self._averaged_gradients(count)
             if not math.isfinite(norm):
                 error = self.bad_gradient((n, _local(p.grad)) for n, p in self.model.named_parameters())
-                self.optimizer.zero_grad(set_to_none=True)
+                self._zero_gradients()
                 raise error
             lr = self.learning_rate()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         self.steps_done += 1
         return StepInfo(grad_norm=norm, lr=lr)
 
@@ -75,8 +82,9 @@ class TorchTrainer(TrainerBase):
 
         for name, tensor in named_weights(self.model):
             self._check_loaded("weights")
-            whole = _whole(tensor)
-            yield name, whole.to(self.dtype) if whole.is_floating_point() else whole
+            if self._flat is not None:  # a view of all weights, which nobody should be given
+                tensor = tensor.clone()
+            yield name, self._in_format(name, _whole(tensor))
 
     def _build(self, model: Any, role: str) -> None:
         import torch
@@ -84,51 +92,71 @@ class TorchTrainer(TrainerBase):
 
         from rlinf_engines.models import load_model
         from rlinf_engines.trainers.attention import check_packing, use_packed_attention
+        from rlinf_engines.trainers.flat import FlatState, is_small
+        from rlinf_engines.trainers.network import build_network
 
         if str(self.cfg.sharding) not in ("ddp", "fsdp2"):
             raise ConfigError(f"trainer.sharding: {self.cfg.sharding!r} is unknown; choose ddp or fsdp2")
         master = torch.float32 if self.dtype == torch.bfloat16 else self.dtype
-        network = load_model(model, self._seed, master, role).requires_grad_(True)
+        network: Any
+        if self.spec is None:
+            network = load_model(model, self._seed, master, role).requires_grad_(True)
+        else:
+            network = build_network(self.spec, self._seed, master)
         if not self.sharded:
             network.to(self.device)
-        use_packed_attention(network)
-        check_packing(network)
+        if self.spec is None:
+            use_packed_attention(network)
+            check_packing(network)
         if self.cfg.activation_checkpointing:
             checkpoint_activations(network)
         if self.parallel.world_size > 1:
             with self._ranks().talking("copying rank 0's weights"), torch.no_grad():
-                for parameter in network.parameters():
-                    dist.broadcast(parameter, src=0)
+                for tensor in [*network.parameters(), *(network.buffers() if self.spec is not None else ())]:
+                    dist.broadcast(tensor, src=0)
         if self.sharded:
             from rlinf_engines.trainers.sharded import shard
 
             self.lockstep = True
-            shard(network, self.device, self.parallel.world_size, self.dtype)
+            shard(network, self.device, self.parallel.world_size, self.dtype, plain=self.spec is not None)
+        elif self.spec is not None and is_small(network):
+            self._flat = FlatState(network)
         self.model = network
 
     def _new_optimizer(self) -> None:
         import torch
 
-        # Norms and biases are not decayed: only their scale would shrink (usual practice).
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        decay = float(self.cfg.weight_decay)
+        if self._flat is not None:
+            groups = self._flat.groups(decay)
+        else:
+            # Norms and biases are not decayed: only their scale would shrink (usual practice).
+            matrices = [p for p in self.model.parameters() if p.dim() > 1]
+            vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+            groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": float(self.cfg.weight_decay)},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            groups,
             lr=float(self.cfg.lr),
             betas=(float(self.cfg.betas[0]), float(self.cfg.betas[1])),
             eps=float(self.cfg.eps),
+            fused=True if self._flat is not None else None,
         )
 
     def _call(self, **inputs: Any) -> Any:
+        with self._autocast():
+            return self.model(**inputs)
+
+    def _call_network(self, spec: NetworkSpec, batch: Batch) -> dict[str, torch.Tensor]:
+        with self._autocast():
+            return spec.forward(self.model, batch)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
         import torch
 
         # Sharded weights are gathered in bfloat16 as they are.
-        enabled = self.dtype == torch.bfloat16 and not self.sharded
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled):
-            return self.model(**inputs)
+        if self.dtype != torch.bfloat16 or self.sharded:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _averaged_gradients(self, count: float) -> float:
         """Add gradients over ranks, divide by ``count``, clip; returns the norm before clipping."""
@@ -151,8 +179,11 @@ class TorchTrainer(TrainerBase):
         import torch
         import torch.distributed as dist
 
-        parameters = list(self.model.parameters())
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+        parameters = [] if self._flat is not None else list(self.model.parameters())
+        if self._flat is not None:
+            flat = self._flat.gradient
+        else:
+            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
         if self.parallel.world_size > 1:
             with self._ranks().talking(f"adding gradients at optimizer step {self.steps_done}"):
                 dist.all_reduce(flat)
@@ -171,7 +202,9 @@ class TorchTrainer(TrainerBase):
         for name, tensor in named_weights(self.model):
             whole = _whole(tensor).cpu()
             if keep:
-                weights[name] = whole
+                weights[name] = whole if self._flat is None else whole.clone()
+        if self._flat is not None:
+            return {"weights": weights, "optimizer": dict(self._flat.averages(self.optimizer))} if keep else None
         for name, parameter in self.model.named_parameters():
             if parameter in self.optimizer.state:
                 state = {key: _whole(value).cpu() for key, value in self.optimizer.state[parameter].items()}
@@ -187,11 +220,20 @@ class TorchTrainer(TrainerBase):
         with torch.no_grad():
             for name, tensor in named_weights(self.model):
                 _local(tensor).copy_(self._part(tensor, state["weights"][name]))
+            if self._flat is not None:
+                self._flat.install(self.optimizer, state["optimizer"])
+                return
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
             for name, parameter in self.model.named_parameters():
                 for key, whole in state["optimizer"].get(name, {}).items():
                     self.optimizer.state[parameter][key] = self._like(parameter, whole)
+
+    def _zero_gradients(self) -> None:
+        if self._flat is not None:
+            self._flat.gradient.zero_()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _part(self, target: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """What this rank holds of ``whole``, when it holds ``target``."""
@@ -218,6 +260,11 @@ class TorchTrainer(TrainerBase):
 
 def checkpoint_activations(network: Any) -> None:
     """Let each block of a Hugging Face model keep its input only, and run again in the backward."""
+    if not hasattr(network, "gradient_checkpointing_enable"):
+        raise ConfigError(
+            f"trainer.activation_checkpointing: {type(network).__name__} has no gradient_checkpointing_enable (a "
+            "method of Hugging Face models); set it to false"
+        )
     try:
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:

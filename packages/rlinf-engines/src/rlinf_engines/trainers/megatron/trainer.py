@@ -41,6 +41,8 @@ class MegatronTrainer(TrainerBase):
         "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing=true, or raise trainer.tp or trainer.pp"
     )
 
+    any_network = False
+
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
         self._layout: Layout | None = None
