@@ -55,10 +55,11 @@ def stage_series(rows: Sequence[dict[str, Any]], phase: str = "train") -> tuple[
 
 
 def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
-    """Draw reward, accuracy, response length and stage times of a run into ``run_dir/name``; returns the path.
+    """Draw reward, accuracy, response length, return, success and stage times of a run into ``run_dir/name``; returns
+    the path.
 
-    Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length``, ``time/<stage>_s``; and phase
-    ``evaluate``: ``accuracy``. What a run did not log has no panel. Raises RLinfError when there are no metrics to
+    Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length``, ``return``, ``success_once``,
+    ``time/<stage>_s``; and phase ``evaluate``: ``accuracy``, ``return``, ``success_once``. What a run did not log has no panel. Raises RLinfError when there are no metrics to
     draw.
     """
     folder = Path(run_dir)
@@ -71,7 +72,7 @@ def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
     from matplotlib.figure import Figure
 
     panels = _panels(rows)
-    down, across = (1, len(panels)) if len(panels) < 3 else (2, 2)
+    down, across = (1, len(panels)) if len(panels) < 3 else (2, -(-len(panels) // 2))
     figure = Figure(figsize=(5.5 * across, 3.5 * down), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     for place, draw in enumerate(panels):
@@ -91,6 +92,10 @@ def _panels(rows: list[dict[str, Any]]) -> list[Callable[[Axes], None]]:
         found.append(lambda axis: _curve(axis, "Reward (mean per step)", reward))
     if series(rows, "train", "accuracy")[0] or series(rows, "evaluate", "accuracy")[0]:
         found.append(lambda axis: _accuracy(axis, rows))
+    if series(rows, "train", "return")[0] or series(rows, "evaluate", "return")[0]:
+        found.append(lambda axis: _episodes(axis, rows, "return", "Return (mean over episodes)"))
+    if _ever(rows, "train") or _ever(rows, "evaluate"):
+        found.append(lambda axis: _episodes(axis, rows, "success_once", "Success (once in the episode)"))
     if length[0]:
         found.append(lambda axis: _curve(axis, "Response length (tokens, mean)", length))
     use = series(rows, "train", "device/use")
@@ -155,6 +160,32 @@ def _accuracy(axis: Axes, rows: Sequence[dict[str, Any]]) -> None:
         for index, below in {0: True, len(evaluate[0]) - 1: False}.items():
             step, value = evaluate[0][index], evaluate[1][index]
             _end_value(axis, step, value, f"{value:.1%}", ORANGE, below=below)
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=MUTED, loc="lower right")
+
+
+def _ever(rows: Sequence[dict[str, Any]], phase: str) -> bool:
+    """Whether an episode of the phase succeeded: environments without a notion of success have no panel for it."""
+    return any(value > 0.0 for value in series(rows, phase, "success_once")[1])
+
+
+def _episodes(axis: Axes, rows: Sequence[dict[str, Any]], metric: str, title: str) -> None:
+    """A metric of training episodes, and of evaluations with their confidence intervals."""
+    _frame(axis, title)
+    train, evaluate = series(rows, "train", metric), series(rows, "evaluate", metric)
+    if metric == "success_once":
+        axis.set_ylim(-0.02, 1.04)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    if train[0]:
+        window = max(1, len(train[1]) // 12)
+        if window > 1:
+            axis.plot(*train, color=BLUE, alpha=0.28, linewidth=1)
+        axis.plot(train[0], smooth(train[1], window), color=BLUE, linewidth=2, label="training episodes")
+    if evaluate[0]:
+        axis.plot(*evaluate, color=ORANGE, linewidth=1.6, marker="o", markersize=6, label="evaluation")
+        low, high = (series(rows, "evaluate", f"{metric}/{end}") for end in ("low", "high"))
+        axis.vlines(low[0], low[1], high[1], color=ORANGE, linewidth=1.2, alpha=0.6)
+        text = f"{evaluate[1][-1]:.1%}" if metric == "success_once" else f"{evaluate[1][-1]:.4g}"
+        _end_value(axis, evaluate[0][-1], evaluate[1][-1], text, ORANGE)
     axis.legend(frameon=False, fontsize=8.5, labelcolor=MUTED, loc="lower right")
 
 

@@ -77,6 +77,16 @@ KNOWN: dict[str, dict[str, KnownPlugin]] = {
         "exact": KnownPlugin("rlinf-reasoning"),
         "math": KnownPlugin("rlinf-reasoning", "", ("math_verify",)),
     },
+    "rlinf.envs": {
+        "gymnasium": KnownPlugin("rlinf-embodied", "gymnasium", ("gymnasium",)),
+        "metaworld": KnownPlugin("rlinf-embodied", "metaworld", ("metaworld",)),
+        "maniskill": KnownPlugin("rlinf-embodied", "maniskill", ("mani_skill", "sapien")),
+        "libero": KnownPlugin("rlinf-embodied"),
+    },
+    "rlinf.policies": {
+        "mlp": KnownPlugin("rlinf-embodied"),
+        "vla": KnownPlugin("rlinf-embodied", "vla", ("transformers", "safetensors")),
+    },
     "rlinf.links": {"shm": KnownPlugin("rlinf-comm")},
     "rlinf.loggers": {
         "jsonl": KnownPlugin("rlinf-core"),

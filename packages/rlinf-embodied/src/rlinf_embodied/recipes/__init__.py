@@ -1,0 +1,1 @@
+"""Programs that ``rlinf run`` starts."""

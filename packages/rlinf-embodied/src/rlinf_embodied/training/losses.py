@@ -1,0 +1,106 @@
+"""The loss of a micro-batch: the policy's, the critic's and the entropy bonus.
+
+Shape legend: b decisions, C steps, D log-probs per step, U units per decision (``levels``), V values per decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlinf_algos import LossInputs, entropy_loss, loss
+from rlinf_algos.errors import AlgorithmError
+from rlinf_core.errors import ConfigError
+from rlinf_core.types import Batch
+from rlinf_embodied.training import levels
+
+CLIPPED = ("ppo", "dapo", "decoupled_ppo")
+
+
+class UpdateLoss:
+    """sum of the policy loss + entropy bonus over units, + value loss over values, weighed so that one count, that of
+    the units, divides all of it.
+
+    Reads of the micro-batch: ``steps`` [b, C], ``mask``, ``old_logprobs``, ``advantages`` [b, U], ``weights`` [b, U]
+    where episodes weigh the same, ``returns``, ``old_values``, ``value_mask`` [b, V] with a critic, ``value_share``: by
+    what a value's loss is multiplied (units over values of the whole minibatch).
+    What it reports is added up in ``sums``, not returned: a number each would cost more than it is worth.
+    """
+
+    def __init__(self, algorithm: Any, *, critic: bool) -> None:
+        self.level: str = algorithm.logprob_level
+        self.entropy: float = algorithm.entropy_coef
+        self.value: float = algorithm.value_coef if critic else 0.0
+        self.policy, self.options = _chosen(algorithm)
+        self.critic = None
+        if critic:
+            self.critic = loss("value")
+            self.critic_options = self.critic.make_options({"clip": algorithm.value_clip, "kind": algorithm.value_loss})
+            self.clip_values = algorithm.value_clip is not None
+        self.names: tuple[str, ...] = ()
+        self.sums: Tensor | None = None
+
+    def start(self) -> None:
+        """Forget what was added up."""
+        self.sums = None
+
+    def totals(self) -> dict[str, float]:
+        """What was added up since ``start``."""
+        return {} if self.sums is None else dict(zip(self.names, self.sums.tolist(), strict=True))
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float, dict[str, float]]:
+        steps, mask = batch["steps"], batch["mask"]
+        policy = self.policy(
+            LossInputs(
+                logprobs=levels.join(outputs["logprobs"], steps, self.level),
+                old_logprobs=batch["old_logprobs"],
+                advantages=batch["advantages"],
+                mask=mask,
+                weights=batch.get("weights"),
+            ),
+            self.options,
+        )
+        total = policy.sum
+        noted: dict[str, Tensor] = {"policy": policy.sum.detach(), **policy.metrics}
+        entropy = outputs["entropy"] if self.entropy else outputs["entropy"].detach()
+        bonus = entropy_loss(levels.join(entropy, steps, self.level), mask)
+        noted["entropy"] = bonus.metrics["entropy"]
+        if self.entropy:
+            total = total + self.entropy * bonus.sum
+        if self.critic is not None:
+            value = self.critic(
+                LossInputs(
+                    values=outputs["values"],
+                    returns=batch["returns"],
+                    old_values=batch["old_values"] if self.clip_values else None,
+                    mask=batch["value_mask"],
+                ),
+                self.critic_options,
+            )
+            total = total + (self.value * batch["value_share"]) * value.sum
+            noted |= {"value": value.sum.detach(), "values": value.metrics["tokens"]}
+            noted |= {name: number for name, number in value.metrics.items() if name != "tokens"}
+        self._note(noted)
+        return total, policy.count, {}
+
+    def _note(self, noted: dict[str, Tensor]) -> None:
+        row = torch.stack(list(noted.values()))
+        if self.sums is None:
+            self.names, self.sums = tuple(noted), row.to(torch.float64)
+        else:
+            self.sums += row
+
+
+def _chosen(algorithm: Any) -> tuple[Any, Any]:
+    """The policy loss by name, and its options."""
+    try:
+        found = loss(algorithm.loss)
+        own = {}
+        if algorithm.loss in CLIPPED:
+            own = {name: algorithm[name] for name in ("clip_low", "clip_high", "dual_clip")}
+        return found, found.make_options({**own, **algorithm.loss_options.to_dict()})
+    except AlgorithmError as error:
+        raise ConfigError(f"algorithm.loss ({algorithm.loss}): {error}") from error

@@ -1,0 +1,8 @@
+"""The stages of embodied RL. Importing them loads neither torch nor a simulator; their ``setup`` does."""
+
+from rlinf_embodied.workers.actor import Actor
+from rlinf_embodied.workers.policy import PolicyWorker
+from rlinf_embodied.workers.scorer import Scorer
+from rlinf_embodied.workers.simulator import Simulator
+
+__all__ = ["Actor", "PolicyWorker", "Scorer", "Simulator"]
