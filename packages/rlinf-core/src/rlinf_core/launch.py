@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -81,8 +82,17 @@ class RayLauncher:
             if "creation task" in str(error):
                 return f"its process could not be set up by Ray:\n{error}"
             cause = "its process ended without a word (kill -9, out of memory, os._exit, or a crash)"
+        except ray.exceptions.OutOfMemoryError as error:
+            said = re.search(r"Memory on the node.*? was (.*? limit)", str(error))
+            cause = (
+                f"Ray killed its process because the machine ran out of memory ({said[1] if said else 'no figures'}); "
+                "run fewer processes at once (cluster.virtual_devices), lower what a stage holds, or leave the machine "
+                "to the run"
+            )
         except ray.exceptions.RayTaskError as error:
             cause = f"its process failed outside any task:\n{error}"
+        except ray.exceptions.RayError as error:
+            cause = f"Ray says of its process: {type(error).__name__}: {error}"
         return cause + _log_tail(started.spec.run_dir, member)
 
     def poll_dead(self) -> dict[str, str]:
