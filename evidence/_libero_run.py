@@ -38,7 +38,7 @@ class Clock:
 
 def settings(**changes: Any) -> dict[str, Any]:
     base = {"settle_steps": 10, "reward": "distance", "image_size": 128, "wrist_image": True, "hard_reset": False}
-    return {**base, "kwargs": {}, **changes}
+    return {**base, "reflections": True, "kwargs": {}, **changes}
 
 
 def peak() -> float:
@@ -64,8 +64,13 @@ def cost(suite: str, number: str) -> dict[str, Any]:
     clock("step, two cameras", lambda: env.step(rng.uniform(-1.0, 1.0, 7)), STEPS)
     inner.env._observables["robot0_eye_in_hand_image"].set_enabled(False)
     clock("step, one camera", lambda: inner.step(rng.uniform(-1.0, 1.0, 7)), STEPS)
+    env._reflections = False
+    env.reset(0)
+    inner.env._observables["robot0_eye_in_hand_image"].set_enabled(False)
+    clock("step, one camera, no reflections", lambda: inner.step(rng.uniform(-1.0, 1.0, 7)), STEPS)
     inner.env._observables["agentview_image"].set_enabled(False)
     clock("step, no picture", lambda: inner.step(rng.uniform(-1.0, 1.0, 7)), STEPS)
+    env._reflections = True  # a hard reset draws them again
     for observable in inner.env._observables.values():
         observable.set_enabled(True)
     second = LiberoSingle(settings(), task)

@@ -27,6 +27,7 @@ COSTS = {
     "soft reset": "soft reset as the plugin does it: with 10 steps at rest, and pictures at the end alone",
     "step, two cameras": "a step with both pictures",
     "step, one camera": "a step without the wrist's picture",
+    "step, one camera, no reflections": "the same, without what the table reflects (`env.reflections=false`)",
     "step, no picture": "a step without pictures",
 }
 

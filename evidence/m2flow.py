@@ -48,6 +48,7 @@ class Experiment:
         self.explanation = ""
         self.ray_steps: list[float] = []
         self.ray_seconds = 0.0
+        self.charted = name == CHARTED
         self.seconds: dict[str, float] = {}
 
     def run(self) -> None:
@@ -163,7 +164,7 @@ class Experiment:
             plan = self.plans[label]
         steps = rows(folder, "train")[1:]  # the first loads everything
         plan["runs"].append([row["time/step_s"] for row in steps])
-        if self.name == CHARTED and label in (*FAMILIES, "auto"):
+        if self.charted and label in (*FAMILIES, "auto"):
             middle = sorted(steps, key=lambda row: row["time/step_s"])[len(steps) // 2]
             self.panels[label] = step_bars(folder, middle["step"], middle["time/step_s"])
         mean = statistics.fmean(plan["runs"][-1])

@@ -50,11 +50,12 @@ OPTIONS = (
     ("reasoning/dapo_arithmetic", ("rollout=vllm",)),
     ("reasoning/ppo_arithmetic", ()),
 )
+MATH = ("reasoning/grpo_math", "reasoning/dapo_math", "reasoning/ppo_math")
 
 
 def unread(tmp_path: Path, name: str, *overrides: str, recipe: str = RECIPE) -> tuple[set[str], set[str]]:
     """(keys that the run has, those of them that nothing read)."""
-    small = [] if recipe == "reasoning/eval" else SMALL
+    small = SMALL if recipe.startswith("reasoning/") and recipe != "reasoning/eval" else []
     cfg = compose(recipe, [*small, f"run_dir={tmp_path / name}", *overrides])
     keys = set(cfg.unread())
     assert run(cfg, recipe) == 0
@@ -106,7 +107,58 @@ def test_every_key_is_read_by_some_run(tmp_path: Path, cluster: None, monkeypatc
     for recipe, chosen in OPTIONS:
         if importlib.util.find_spec("vllm") is not None or "rollout=vllm" not in chosen:
             keys |= set(compose(recipe, list(chosen)).unread())
+    assert dead(keys, runs) == []
+
+
+def dead(keys: set[str], runs: list[tuple[set[str], set[str]]]) -> list[str]:
+    """Those of ``keys`` that no run has read."""
+    small = ["sampling.max_new_tokens=4", "eval.problems=4"]
+    for recipe in MATH:
+        keys |= set(compose(recipe, [f"task.path={problems}", f"model.path={model}", *small]).unread())
     read = set().union(*(k - left for k, left in runs))
     # An empty mapping is a key of its own; with something in it, what is in it is.
-    dead = {key for key in keys - read if not any(other.startswith(f"{key}.") for other in read)}
-    assert sorted(dead) == []
+    return sorted(key for key in keys - read if not any(other.startswith(f"{key}.") for other in read))
+
+
+EMBODIED = [
+    *DEBUG,
+    "num_steps=1",
+    "num_envs=2",
+    "rollout_steps=8",
+    "algorithm.minibatch_size=8",
+    "algorithm.epochs=1",
+    "eval.episodes=1",
+    "env.max_episode_steps=8",
+    "loggers=[jsonl]",
+]
+OWN = ("env", "model", "algorithm", "eval", "num_envs", "num_stages", "rollout_steps")
+"""What the embodied recipes add; the rest is read in the same places as that of the reasoning ones."""
+SIMULATORS = {"metaworld": "metaworld", "maniskill": "mani_skill"}
+
+
+def test_every_embodied_key_is_read_by_some_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite" / "push_the_plate.bddl").write_text("")
+    monkeypatch.setenv("FAKE_LIBERO", str(tmp_path))
+    toys = Path(__file__).parents[1] / "packages" / "rlinf-embodied" / "tests" / "toys"
+    monkeypatch.syspath_prepend(str(toys / "fake_libero"))  # a stand-in for LIBERO
+    tiny = "image_size=16 patch_size=8 vision_size=16 vision_heads=2 hidden_size=32 heads=2 kv_heads=1"
+    vla = [f"model.tiny.{text}" for text in tiny.split()]
+    drawing = all(importlib.util.find_spec(name) for name in ("imageio_ffmpeg", "pygame"))
+    films = ["eval.videos=1", "eval.every=1"] if drawing else []
+    runs = [
+        unread(tmp_path, "pole", *EMBODIED, *films, recipe="embodied/ppo_cartpole"),
+        unread(
+            tmp_path, "apart", *EMBODIED, "env.isolate=true", "model.squash=false", recipe="embodied/ppo_cartpole"
+        ),
+        unread(
+            tmp_path, "groups", *EMBODIED, *vla, "algorithm.group_size=2", "env.image_size=16",
+            recipe="embodied/grpo_libero_vla",
+        ),
+    ]  # fmt: skip
+    there = [name for name, module in SIMULATORS.items() if importlib.util.find_spec(module) is not None]
+    for name in there:
+        runs.append(unread(tmp_path, name, *EMBODIED, f"env={name}", recipe="embodied/ppo_reach"))
+    keys = set().union(*(k for k, _ in runs)) - (set() if films else {"eval.video_fps"})
+    assert dead({key for key in keys if key.partition(".")[0] in OWN}, runs) == []

@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [{**row, "question": f"{start + i} + 1?"} for i, row in enumerate(rows)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     letters = "".join(chr(c) for c in range(32, 127)) + "\n"
-    tiny = {"family": "qwen2", "hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate_size": 32}
+    tiny = {"family": "qwen2", "hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 32}
     node = Config({"path": None, "dtype": "float32", "tiny": {**tiny, "max_positions": 1024, "characters": letters}})
     tokenizer = load_tokenizer(node)
     tokenizer.chat_template = TEMPLATE

@@ -16,6 +16,7 @@ import pytest
 
 from rlinf_core import compose
 from rlinf_core.errors import ConfigError
+from rlinf_engines.conf.rollouts import VLLM_HEAD_SIZES
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent
@@ -81,6 +82,12 @@ def test_the_cells_are_as_documented(trainer: str, sessions: dict[str, Future[An
         assert step["policy/engine_gap_max"] < GAP, (name, step["policy/engine_gap_max"])
         if name.endswith("/ppo"):
             assert math.isfinite(step["critic/loss"]) and step["critic/loss"] > 0.0, (name, step)
+
+
+def test_the_page_names_the_head_sizes_of_vllm_on_a_cpu() -> None:
+    text = " ".join((ROOT / "docs" / "support-matrix.md").read_text(encoding="utf-8").split())
+    *sizes, last = map(str, VLLM_HEAD_SIZES)
+    assert f"heads of {', '.join(sizes)} or {last} numbers" in text
 
 
 @pytest.mark.parametrize("trainer", ["deepspeed", "megatron"])

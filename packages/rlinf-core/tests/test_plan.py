@@ -459,6 +459,15 @@ class TestFaultsOfAPlan:
         assert "cpu.rewrd: the flow has no stage 'rewrd'" in fault(GOOD, cpu={"reward": 1, "rewrd": 1})
         assert "'reward' runs on the CPU; give its ranks" in fault(Share(GOOD, Leaf("reward", "0")))
 
+    def test_a_cpu_stage_of_another_phase_need_not_be_named(self) -> None:
+        chain, more = GRPO.phases["train"], StageSpec("scorer", device=False)
+        check = PhaseGraph("evaluate", ("x",), ("x",), (CallSpec("scorer", "score", ("x",)),))
+        graph = FlowGraph({**GRPO.stages, "scorer": more}, {"train": chain, "evaluate": check})
+        assert len(flatten(Plan("p", GOOD, {"reward": 1}), graph, TWO).groups["scorer"].processes) == 1
+        given = Plan("p", GOOD, {"reward": 1, "scorer": 3})
+        assert len(flatten(given, graph, TWO).groups["scorer"].processes) == 3
+        assert "cpu: CPU stage 'reward' has no number of ranks" in fault(GOOD, graph, cpu={})
+
     def test_devices_that_are_not_there(self) -> None:
         with pytest.raises(PlacementError, match=r"tree.share.then.leaf.devices: '0-7' names device 2, but"):
             validate(Plan("p", Share(Leaf("gen", "0-1"), Leaf("actor", "0-7")), {"reward": 1}), GRPO, TWO)

@@ -111,7 +111,7 @@ def test_what_follows_an_end_inside_a_chunk_is_masked() -> None:
 
 
 def test_a_slot_with_a_seed_is_one_episode() -> None:
-    """Environments are idle once their episode has ended, and not asked about; a longer one is cut by the step's end."""
+    """Environments are idle once their episode has ended, and not asked about; the step's end cuts a longer one."""
     block = Block((0, 0), counting([4, 5, 6]))
     seeds = [700, 701, 703]  # 1, 2 and 4 steps
     for step in range(2):
@@ -150,7 +150,7 @@ def test_a_simulator_that_fails_costs_its_slot_alone() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_state_brings_a_block_back(stages: int) -> None:
     envs = [0, 1, 2, 3]
-    parts = [envs[k :: stages] for k in range(stages)]
+    parts = [envs[k::stages] for k in range(stages)]
     left = [Block((0, k), counting(part)) for k, part in enumerate(parts)]
     for block, part in zip(left, parts, strict=True):
         roll(block, slots(part), 0, steps=7)

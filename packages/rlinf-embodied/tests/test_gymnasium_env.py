@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -14,7 +19,7 @@ from rlinf_embodied.envs.conformance import check_env
 
 pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
 
-from rlinf_embodied.envs.gymnasium_env import GymnasiumEnv  # noqa: E402
+from rlinf_embodied.envs.gymnasium_env import GymnasiumEnv
 
 
 def made(id: str, indices: Any = (0, 1), seed: int = 0, **cfg: Any) -> GymnasiumEnv:
@@ -76,6 +81,15 @@ def test_a_step_of_ones_own() -> None:
     assert results[3].obs["state"][:, 1].tolist() == [0.0, 0.0]
 
 
+def test_answers_of_before_gymnasium_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="env.id=Own/Old-v0: reset gives no pair"):
+        made("Own/Old-v0").reset()
+    env = made("Own/Old-v0", kwargs={"pair": True})
+    env.reset()
+    with pytest.raises(ConfigError, match="env.id=Own/Old-v0: step gives 4 values"):
+        env.step(np.array([0, 0]))
+
+
 def test_success_by_its_other_name_and_none() -> None:
     for id, expected in (("Own/IsSuccess-v0", [False, True]), ("Own/Silent-v0", [False, False])):
         env = made(id, (0,))
@@ -117,10 +131,32 @@ def test_ones_own_keep_to_the_interface() -> None:
     for id in ("Dict", "Push", "Ends"):
         report = check_env(lambda indices, seed, id=id: made(f"Own/{id}-v0", indices, seed), steps=8)
         left = {rule: seen for rule, seen in report.items() if seen != "ok"}
-        assert (
-            left.pop("render") == "no picture: env.id=Own/%s-v0 cannot be shown: it has no render mode rgb_array" % id
-        )
+        assert left.pop("render") == f"no picture: env.id=Own/{id}-v0 cannot be shown: it has no render mode rgb_array"
         assert set(left) <= {"time limit"}
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [("foo", "MuJoCo does not load with MUJOCO_GL=foo: RuntimeError: invalid value.*; egl needs a driver"),
+     ("disable", "MuJoCo cannot draw with MUJOCO_GL=disable: .*; egl needs a driver .*, osmesa the library")],
+)  # fmt: skip
+def test_without_a_way_to_draw(library: str, message: str) -> None:
+    pytest.importorskip("mujoco")
+    code = """
+        from rlinf_core.config.node import Config
+        from rlinf_embodied.envs.gymnasium_env import GymnasiumEnv
+        try:
+            env = GymnasiumEnv(Config({"id": "Reacher-v5"}, "env"), (0,), 0)
+            env.reset()
+            env.render([0])
+        except Exception as error:
+            print(type(error).__name__, error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "MUJOCO_GL": library}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert re.match(f"SimulatorError {message}", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -143,6 +179,8 @@ def test_arguments_of_the_constructor() -> None:
     env = made("Own/Vector-v0", (0,), kwargs={"key": "is_success"})
     env.reset()
     assert not env.step(np.array([0])).success[0] and env.step(np.array([0])).success[0]
+    nested = made("Own/Vector-v0", (0,), kwargs={"options": {"a": {"b": [1]}}})
+    assert type(nested._envs[0].env.unwrapped.options["a"]) is dict  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"env.kwargs: Own/Vector-v0 does not take \{'colour': 1\}"):
         made("Own/Vector-v0", kwargs={"colour": 1})
     with pytest.raises(ConfigError, match="env.module: 'no_such_module' cannot be imported"):

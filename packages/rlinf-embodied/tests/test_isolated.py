@@ -20,6 +20,7 @@ from rlinf_core import registry
 from rlinf_core.config.node import Config
 from rlinf_core.errors import ConfigError, MissingExtraError, NonFiniteError, PluginError, RLinfError
 from rlinf_embodied.envs import SimulatorError, load_env
+from rlinf_embodied.envs.conformance import check_env
 from rlinf_embodied.envs.isolated import IsolatedEnvs
 from rlinf_embodied.envs.wire import dumps, length_of
 
@@ -211,6 +212,8 @@ class Test_what_the_user_must_know_is_raised:
         env.reset()
         with pytest.raises(ConfigError, match=r"actions have shape \[4, 3\].*take \[4, 2\]"):
             env.step(np.zeros((4, 3)))
+        with pytest.raises(ConfigError, match=r"active is \[4\] of bool, not \[3\]"):
+            push(env, active=np.ones(3, dtype=bool))
         bad = np.zeros((4, 2))
         bad[3, 0] = np.nan
         with pytest.raises(NonFiniteError, match="action of environment 3 is not finite"):
@@ -262,6 +265,15 @@ class Test_what_the_user_must_know_is_raised:
         env.close()
         with pytest.raises(RLinfError, match="closed"):
             env.reset()
+
+
+@pytest.mark.slow
+def test_keeps_to_the_interface() -> None:
+    def make(indices: Any, seed: int) -> Any:
+        cfg = {"name": "toys", **LIMITS, "processes": 2, "max_episode_steps": 6, "length": 9}
+        return load_env(Config(cfg, "env"), indices, seed)
+
+    assert set(check_env(make, steps=8, render=True).values()) == {"ok"}
 
 
 def test_close_leaves_no_process(make: Any) -> None:

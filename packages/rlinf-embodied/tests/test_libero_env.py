@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -166,6 +167,19 @@ def test_rewards() -> None:
 def test_what_libero_does_not_have_is_named(simulators: list[Any], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LiberoEnv(config(**changes), [0], 0)
+
+
+@pytest.mark.parametrize("names", ["", "GPU-8932f937-d72c,GPU-2", "0,1", None])
+def test_names_of_devices_that_robosuite_cannot_read_are_kept_from_it(
+    simulators: list[Any], monkeypatch: pytest.MonkeyPatch, names: str | None
+) -> None:
+    """A worker of a CPU stage has an empty list, one with GPUs their unique names."""
+    if names is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    LiberoEnv(config(), [0], 0).reset()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == names
 
 
 def test_tasks_by_name(simulators: list[Any]) -> None:

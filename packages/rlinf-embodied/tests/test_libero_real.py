@@ -75,6 +75,18 @@ def test_pictures_are_upright_and_the_task_is_told(envs: Any) -> None:
     assert envs.spec.max_episode_steps == 220
 
 
+def test_reflections_can_be_left_away(envs: Any) -> None:
+    whole = envs.reset(seeds=[0])
+    plain_envs = libero(reflections=False)
+    try:
+        plain = plain_envs.reset(seeds=[0])
+    finally:
+        plain_envs.close()
+    np.testing.assert_array_equal(whole["state"], plain["state"])
+    apart = np.abs(whole["image"].astype(int) - plain["image"])
+    assert 0 < apart.mean() < 5.0
+
+
 def test_the_distance_reward_tells_episodes_apart(envs: Any) -> None:
     totals = []
     for direction in (-1.0, 1.0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -9,19 +10,18 @@ import pytest
 
 from rlinf_core.config.node import Config
 from rlinf_core.errors import ConfigError
-from rlinf_embodied.envs import Box, PerEnv, SimulatorError
+from rlinf_embodied.envs import Box, PerEnv, SimulatorError, maniskill_without_vulkan
 from rlinf_embodied.envs.conformance import check_env
+from rlinf_embodied.envs.maniskill_env import find_task, make_envs
 
-pytest.importorskip("mani_skill", reason="the extra maniskill is not installed")
 pytestmark = [
     pytest.mark.slow,
+    # Not importorskip: it takes ten seconds to import, also for those who leave the slow tests out.
+    pytest.mark.skipif(find_spec("mani_skill") is None, reason="the extra maniskill is not installed"),
     # SAPIEN says so when it brings its own; and what it imports is older than Python's own deprecations.
     pytest.mark.filterwarnings("ignore:Failed to find system libvulkan:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-from rlinf_embodied.envs import maniskill_without_vulkan  # noqa: E402
-from rlinf_embodied.envs.maniskill_env import find_task, make_envs  # noqa: E402
 
 
 def made(indices: Any = (0, 1), seed: int = 0, task: str = "PushCube-v1", **cfg: Any) -> PerEnv:
@@ -124,8 +124,9 @@ def test_missing_assets_are_named_instead_of_asked_for() -> None:
         find_task(lacking[0])
 
 
-@pytest.mark.skipif(not maniskill_without_vulkan.apply(), reason="there is a Vulkan device")
 def test_without_vulkan_states_only() -> None:
+    if not maniskill_without_vulkan.apply():
+        pytest.skip("there is a Vulkan device")
     import sapien
 
     assert sapien.render.RenderMaterial is maniskill_without_vulkan.NoMaterial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,9 @@ from rlinf_core.config.node import Config
 from rlinf_core.errors import ConfigError
 from rlinf_embodied.envs import Box, SimulatorError
 from rlinf_embodied.envs.conformance import check_env
+from rlinf_embodied.envs.metaworld_env import STATE, MetaWorldEnv, find_task
 
-pytest.importorskip("metaworld", reason="the extra metaworld is not installed")
-
-from rlinf_embodied.envs.metaworld_env import STATE, MetaWorldEnv, find_task  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("metaworld") is None, reason="the extra metaworld is not installed")
 
 
 def made(indices: Any = (0, 1), seed: int = 0, task: str = "reach-v3", **cfg: Any) -> MetaWorldEnv:

@@ -111,6 +111,11 @@ def test_acting_follows_the_weights():
     np.testing.assert_allclose(found["logprobs"].detach(), again.logprobs, atol=1e-12)
 
 
+def test_actions_without_bounds():
+    made = policy(EnvSpec({"state": box(3)}, box(2), 5))
+    assert made.act(observations(2), numbers(made, 2)).actions.shape == (2, 1, 2)
+
+
 def test_equal_seeds_give_equal_weights_and_leave_torch_alone():
     state = torch.get_rng_state()
     one, two, three = (MlpPolicy(config(ppo()).model, CONTINUOUS, seed) for seed in (3, 3, 4))
@@ -272,8 +277,11 @@ def test_export_has_what_a_load_needs(tmp_path):
     data = json.loads((tmp_path / "policy.json").read_text())
     assert data["model"]["hidden"] == [8, 6]
     assert data["environment"]["action"]["shape"] == [2]
-    again = MlpPolicy(config(ppo(), **{k: v for k, v in data["model"].items() if k != "name"}).model, CONTINUOUS, 9)
-    again.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    again = MlpPolicy.load(tmp_path)
     obs = observations(5)
     np.testing.assert_array_equal(again.act(obs, numbers(made, 5)).logprobs, made.act(obs, numbers(made, 5)).logprobs)
     assert math.isfinite(float(again.norm.scale.sum()))
+    (tmp_path / "weights.pt").write_bytes(b"half")
+    for broken in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=f"{broken} has no exported policy mlp"):
+            MlpPolicy.load(broken)

@@ -89,7 +89,9 @@ def test_weights_and_buffers_are_installed(made: Any) -> None:
 def test_weights_that_do_not_fit_are_refused(made: Any) -> None:
     with pytest.raises(RLinfError, match="version 2 of the policy came without seen"):
         made.install_weights(2, [("weight", torch.ones(1))])
-    with pytest.raises(RLinfError, match=r"weight 'bias' \[1\] cannot be installed: policy 'affine' has no such weight"):
+    with pytest.raises(
+        RLinfError, match=r"weight 'bias' \[1\] cannot be installed: policy 'affine' has no such weight"
+    ):
         made.install_weights(2, [("bias", torch.ones(1))])
     with pytest.raises(RLinfError, match=r"'weight' \[2\] .* has it as \[1\]"):
         made.install_weights(2, [("weight", torch.ones(2))])

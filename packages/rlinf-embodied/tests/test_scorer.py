@@ -53,14 +53,14 @@ def test_metrics_and_the_file_of_episodes(tmp_path: Path) -> None:
 def test_films_go_into_one_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
     video = ModuleType("rlinf_embodied.video")
-    video.write_tiled = lambda path, clips, fps: written.append((path, clips, fps))  # type: ignore[attr-defined]
+    video.write_tiled = lambda path, clips, success, fps: written.append((path, clips, success, fps))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlinf_embodied.video", video)
     clips = [np.full((2 + k, 8, 8, 3), k, dtype=np.uint8) for k in range(2)]
     episodes = [finished(0, 1.0, frames=clips[0]), finished(1, 2.0, True, clips[1]), finished(2, 1.0)]
     scorer(tmp_path, videos=2).evaluate(Items(episodes), "after")
-    ((path, shown, fps),) = written
+    ((path, shown, success, fps),) = written
     assert path == tmp_path / "evaluations" / "after.mp4" and fps == 10
-    assert len(shown) == 2 and shown[1] is clips[1]
+    assert len(shown) == 2 and shown[1] is clips[1] and success == [False, True]
 
 
 def test_an_evaluation_without_an_episode() -> None:

@@ -56,19 +56,34 @@ def same(a: Any, b: Any) -> bool:
 
 def test_sub_batches() -> None:
     assert sub_batches([0, 2, 4, 6, 8], None, 2) == [[0, 2], [4, 6, 8]]
-    assert sub_batches([0, 2, 4, 6, 8], 2, 4) == [[0, 2], [4, 6], [8]]
+    assert sub_batches([0, 2, 4, 6, 8], 2, 2) == [[0, 2], [4, 6], [8]]
+    assert sub_batches([0, 2, 4, 6], 8, 2) == [[0, 2], [4, 6]], "a portion of more than that is no reason for fewer"
     assert sub_batches([3], None, 2) == [[3]] and sub_batches([], None, 2) == []
 
 
-@pytest.mark.parametrize(("stages", "portion", "ranks"), [(1, None, 1), (3, None, 1), (2, 2, 1), (2, 4, 1), (1, None, 2)])
+@pytest.mark.parametrize(
+    ("stages", "portion", "ranks"), [(1, None, 1), (3, None, 1), (2, 2, 1), (2, 4, 1), (1, None, 2)]
+)
 def test_trajectories_do_not_depend_on_how_environments_are_cut(
     failing: Any, tmp_path: Path, stages: int, portion: int | None, ranks: int
 ) -> None:
-    want = [sorted(rollout(whole, step)[1], key=lambda t: t.id) for whole in [make(config(), tmp_path)] for step in (0, 1)]
+    want = [
+        sorted(rollout(whole, step)[1], key=lambda t: t.id) for whole in [make(config(), tmp_path)] for step in (0, 1)
+    ]
     cut = [make(config(num_stages=stages), tmp_path, rank, ranks) for rank in range(ranks)]
     for step in (0, 1):
         have = sorted((t for made in cut for t in rollout(made, step, portion)[1]), key=lambda t: t.id)
         assert len(have) == 6 and all(same(a, b) for a, b in zip(want[step], have, strict=True))
+
+
+def test_a_plan_that_changes_does_not_break_episodes_off(failing: Any, tmp_path: Path) -> None:
+    steady, changed = make(config(), tmp_path), make(config(), tmp_path)
+    for step, portion in enumerate((None, 1)):
+        want, have = rollout(steady, step)[1], rollout(changed, step, portion)[1]
+        assert all(same(a, b) for a, b in zip(want, have, strict=True))
+    grouped = make(config(algorithm={"name": "grpo", "group_size": 3}), tmp_path)
+    asked = [rollout(grouped, step, portion)[2] for step, portion in enumerate((None, 1))]
+    assert [len({question.place for question in found}) for found in asked] == [2, 6], "every step begins anew"
 
 
 def test_the_report_counts_steps(failing: Any, tmp_path: Path) -> None:

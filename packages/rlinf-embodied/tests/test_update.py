@@ -1,59 +1,21 @@
-"""The update over a torch loop: against the formulas, and that ranks and micro-batches change nothing."""
+"""The update over a torch loop, against the formulas."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learning import CONTINUOUS, DISCRETE, PlainTrainer, Ranks, config, grpo, ppo, rollout
+from learning import DISCRETE, PlainTrainer, batches, config, made, ppo, rollout, trained
 
-from rlinf_core.errors import NonFiniteError, RLinfError
 from rlinf_core.types import Trajectory
 from rlinf_embodied.episodes import summarise
 from rlinf_embodied.policies.mlp import MlpPolicy
 from rlinf_embodied.training import load_update
 
 WHOLE = {"minibatch_size": 10_000, "epochs": 1}
-
-
-def made(cfg: Any, spec: Any = CONTINUOUS, seed: int = 0) -> MlpPolicy:
-    return MlpPolicy(cfg.model, spec, seed)
-
-
-def trained(
-    cfg: Any,
-    steps: list[list[Trajectory]],
-    *,
-    ranks: int = 1,
-    spec: Any = CONTINUOUS,
-    limit: int = 10_000,
-    deal: Any = lambda i, ranks: i % ranks,
-) -> tuple[list[dict[str, float]], list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """(metrics of each step, gradients of each optimizer step, weights, state) after training on ``steps``."""
-    group = Ranks(ranks)
-
-    def work(rank: int) -> Any:
-        policy = made(cfg, spec)
-        trainer = PlainTrainer(policy, group, rank, limit)
-        update = load_update(cfg, trainer, policy, seed=3)
-        found = []
-        for number, trajectories in enumerate(steps):
-            mine = [t for i, t in enumerate(trajectories) if deal(i, ranks) == rank]
-            found.append(update(mine[::-1], number))
-        return found, trainer.gradients, policy.state_dict(), update.state()
-
-    results = group.run(work)
-    for other in results[1:]:
-        assert other[0] == results[0][0]
-        assert other[3] == results[0][3]
-        for a, b in zip(results[0][2].values(), other[2].values(), strict=True):
-            assert torch.equal(a, b)
-    return results[0]
 
 
 def by_hand(cfg: Any, trajectories: list[Trajectory], policy: MlpPolicy) -> dict[str, Any]:
@@ -188,53 +150,6 @@ def test_tokens_have_a_ratio_each_and_the_advantage_of_their_step(level):
     torch.testing.assert_close(fine[0], summed[0] / policy.tokens, rtol=1e-9, atol=1e-12)
 
 
-ALGORITHMS = {
-    "ppo": (ppo(scale_rewards=True, entropy_coef=0.01), {"normalise_observations": True}),
-    "chunks": (ppo(reward_level="chunk", logprob_level="token"), {"chunk": 3, "value_level": "chunk"}),
-    "by episode": (ppo(length_normalised=True, value_clip=0.2), {"chunk": 2}),
-    "grpo": (grpo(group_size=3, success_filter=True), {"value_level": "none", "chunk": 2}),
-    "early stop": (ppo(target_kl=1e-4, epochs=5), {"shared": True}),
-}
-
-
-def batches(cfg: Any, count: int = 3) -> list[list[Trajectory]]:
-    in_groups = "group_size" in cfg.algorithm
-    more: dict[str, Any] = {"group": 3, "once": True} if in_groups else {}
-    return [rollout(made(cfg), seed=10 + number, **more) for number in range(count)]
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(
-    ("ranks", "limit", "deal"),
-    [
-        (1, 7, lambda i, ranks: i % ranks),
-        (2, 10_000, lambda i, ranks: i % ranks),
-        (3, 11, lambda i, ranks: min(i // 3, 1)),  # the last rank gets nothing
-    ],
-)
-def test_ranks_and_micro_batches_change_nothing(name, ranks, limit, deal):
-    algorithm, model = ALGORITHMS[name]
-    cfg = config(algorithm, **model)
-    steps = batches(cfg)
-    alone, others = trained(cfg, steps), trained(cfg, steps, ranks=ranks, limit=limit, deal=deal)
-    for one, two in zip(alone[0], others[0], strict=True):
-        assert two == pytest.approx(one, rel=1e-9, abs=1e-9)
-    assert len(alone[1]) == len(others[1])
-    for x, y in zip(alone[1], others[1], strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
-    for key, value in alone[2].items():
-        torch.testing.assert_close(value, others[2][key], rtol=1e-9, atol=1e-9)
-    assert others[3] == alone[3]  # what a checkpoint keeps is equal to the last bit
-
-
-def test_steps_of_two_ranks_stay_together():
-    cfg = config(ppo(minibatch_size=12, epochs=2))
-    steps = batches(cfg, 6)
-    alone, others = trained(cfg, steps), trained(cfg, steps, ranks=2)
-    for key, value in alone[2].items():
-        torch.testing.assert_close(value, others[2][key], rtol=1e-9, atol=1e-9)
-
-
 def test_minibatches_are_shuffled_over_all_ranks_by_seed_step_and_epoch():
     cfg = config(ppo(minibatch_size=20, epochs=2))
     policy = made(cfg)
@@ -317,104 +232,3 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         t.arrays["rewards"] /= metrics[0]["reward/scale"] + 1e-8
     _, expected, _, _ = trained(plain, scaled)
     torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_state_is_plain_and_goes_on(name):
-    algorithm, model = ALGORITHMS[name]
-    cfg = config(algorithm, **model)
-    steps = batches(cfg, 4)
-    policy = made(cfg)
-    trainer = PlainTrainer(policy)
-    update = load_update(cfg, trainer, policy, seed=3)
-    whole = [update(part, number) for number, part in enumerate(steps)]
-    policy = made(cfg)
-    trainer = PlainTrainer(policy)
-    update = load_update(cfg, trainer, policy, seed=3)
-    first = [update(part, number) for number, part in enumerate(steps[:2])]
-    state = json.loads(json.dumps(update.state()))
-    update = load_update(cfg, trainer, policy, seed=3)
-    update.restore(state)
-    rest = [update(part, 2 + number) for number, part in enumerate(steps[2:])]
-    assert first + rest == whole
-
-
-def test_running_statistics_are_updated_after_the_update():
-    cfg = config(ppo(**WHOLE), normalise_observations=True)
-    steps = batches(cfg, 1)
-    _, _, weights, _ = trained(cfg, steps, ranks=2)
-    everything = np.concatenate([t.arrays["obs/state"] for t in steps[0]]).astype(np.float64)
-    np.testing.assert_allclose(weights["norm.mean"], everything.mean(0), rtol=1e-12)
-    _, gradients, _, _ = trained(cfg, steps)
-    _, plain, _, _ = trained(config(ppo(**WHOLE)), steps)
-    torch.testing.assert_close(gradients[0], plain[0])
-
-
-def test_without_anything_to_train_on_nothing_changes():
-    cfg = config(ppo())
-    before = made(cfg).state_dict()
-    metrics, gradients, weights, state = trained(cfg, [[], []], ranks=2)
-    assert not gradients
-    assert all(torch.equal(weights[name], value) for name, value in before.items())
-    assert [m["nothing_to_train_on"] for m in metrics] == [1.0, 2.0]
-    assert metrics[0]["decisions"] == metrics[0]["optimizer_steps"] == metrics[0]["episodes"] == 0.0
-    assert state["idle"] == 2
-    idle = rollout(made(cfg))
-    for t in idle:
-        t.arrays["mask"][:] = False
-    metrics, gradients, _, _ = trained(cfg, [idle])
-    assert not gradients
-    assert metrics[0]["nothing_to_train_on"] == 1.0
-
-
-@pytest.mark.parametrize("name", ["rewards", "values", "logprobs", "obs/state", "final_values", "last_values"])
-def test_numbers_that_are_none_are_named_by_slot(name):
-    cfg = config(ppo())
-    trajectories = rollout(made(cfg))
-    arrays = trajectories[2].arrays
-    if name == "final_values":
-        arrays["truncated"][4, 0] = True
-    arrays[name][0 if name == "last_values" else 4] = math.nan
-    with pytest.raises(NonFiniteError, match=r"in 1 slots: 000000/00002 \(environment 2\)"):
-        trained(cfg, [trajectories])
-
-
-def test_numbers_of_steps_that_were_not_made_are_not_read():
-    cfg = config(ppo(), chunk=3)
-    steps = [rollout(made(cfg), ends=0.4)]
-    expected = trained(cfg, steps)
-    for t in steps[0]:
-        idle = ~t.arrays["mask"]
-        for name in ("rewards", "values", "final_values"):
-            t.arrays[name][idle] = math.nan
-        t.arrays["logprobs"][idle] = math.inf
-        t.arrays["terminated"][idle] = True
-    found = trained(cfg, steps)
-    assert found[0] == expected[0]
-    assert all(torch.equal(x, y) for x, y in zip(found[1], expected[1], strict=True))
-
-
-def test_micro_batches_name_their_slots():
-    cfg = config(ppo())
-    policy = made(cfg)
-    trainer = PlainTrainer(policy, limit=8)
-    load_update(cfg, trainer, policy, seed=0)(rollout(policy), 0)
-    assert all(set(batch["ids"]) <= {f"000000/{i:05d}" for i in range(6)} for batch in trainer.batches)
-    assert len(trainer.batches[0]["ids"]) >= 1
-    assert trainer.batches[0]["ids"][0] in list(trainer.batches[0]["ids"])
-    assert all(len(batch["taken"]) <= 4 for batch in trainer.batches)  # two numbers each
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda a: a.pop("values"), "no array 'values'"),
-        (lambda a: a.update(rewards=np.zeros((10, 2))), r"'rewards' has shape \(10, 2\).*\[T, 1\]"),
-    ],
-)
-def test_trajectories_of_another_make_are_refused(change, message):
-    cfg = config(ppo())
-    trajectories = rollout(made(cfg))
-    change(trajectories[0].arrays)
-    with pytest.raises(RLinfError, match=f"slot 000000/00000: .*{message}"):
-        trained(cfg, [trajectories])

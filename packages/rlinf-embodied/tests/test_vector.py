@@ -258,6 +258,19 @@ class Test_failures:
         with pytest.raises(SimulatorError, match=r"not started again \(env.max_restarts=0\)"):
             push(env)
 
+    def test_one_that_cannot_be_made_again(self) -> None:
+        env = made(fault="raise", at=1, max_restarts=2)
+        env.reset()
+
+        def make(index: int) -> Any:
+            raise OSError("no memory")
+
+        env.make = make  # type: ignore[method-assign]
+        with pytest.raises(
+            SimulatorError, match=r"environment 1 failed in step 1 \(.*came off\) and cannot be made again"
+        ):
+            push(env)
+
     def test_in_a_reset_the_same_episode_is_tried_again(self) -> None:
         env = made(max_restarts=1)
 

@@ -108,6 +108,9 @@ def test_an_observation_that_is_not_there_is_named() -> None:
     state = EnvSpec({"state": Box(np.zeros(3), np.ones(3))}, spec().action, 10)
     with pytest.raises(ConfigError, match="model.image=image: the environment has no picture of that name.*state"):
         VlaPolicy(SINGLE, state, 0)
+    bright = EnvSpec({"image": Box(np.zeros((8, 8, 3)), np.ones((8, 8, 3))), "instruction": Text()}, spec().action, 10)
+    with pytest.raises(ConfigError, match="its pictures: none, its observations: image"):
+        VlaPolicy(SINGLE, bright, 0)
     wrist = EnvSpec({"wrist_image": spec().observations["image"], "instruction": Text()}, spec().action, 10)
     with pytest.raises(ConfigError, match="did you mean 'wrist_image'"):
         VlaPolicy(SINGLE, wrist, 0)
@@ -143,7 +146,7 @@ def test_a_policy_without_values_says_so() -> None:
 
 
 def test_a_chunk_beyond_the_positions_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model.chunk=700.*700 x 3 action tokens are more than"):
+    with pytest.raises(ConfigError, match="model.chunk=700.*700 x 3 action tokens are 2152 tokens.*2048 positions"):
         VlaPolicy(replace(SINGLE, chunk=700), spec(), 0)
 
 
@@ -172,7 +175,7 @@ def test_directories_that_are_none_of_openvlas_are_named(tmp_path: Path) -> None
     assert "cannot be read" in check_path(str(tmp_path))[0]
     (tmp_path / "config.json").write_text('{"model_type": "openvla"}')
     assert "has no weights" in check_path(str(tmp_path))[0]
-    assert Vla(path=str(tmp_path)).validate(None) == check_path(str(tmp_path))
+    assert check_path(str(tmp_path))[0] in Vla(path=str(tmp_path)).validate(None)
 
 
 def test_a_directory_that_is_broken_or_of_other_actions_is_refused(tmp_path: Path) -> None:

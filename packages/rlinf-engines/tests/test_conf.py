@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from rlinf_core.config import Config
 from rlinf_engines import conf
-from rlinf_engines.model_check import check_lengths, check_model_path, max_positions
+from rlinf_engines.conf.rollouts import VLLM_HEAD_SIZES, check_head_size, may_have_accelerator
+from rlinf_engines.model_check import check_lengths, check_model_path, head_size, max_positions
 
 
 def root(model: Any) -> SimpleNamespace:
-    return SimpleNamespace(model=model)
+    return SimpleNamespace(model=model, cluster=SimpleNamespace(address=None))
 
 
 def test_composing_and_reading_metadata_load_nothing_heavy() -> None:
@@ -119,6 +123,51 @@ def test_heads_of_a_directory_bound_tensor_parallelism(tmp_path: Path) -> None:
     assert problem.startswith("rollout.tensor_parallel_size: 2 does not divide the model's 9 attention heads")
 
 
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 24}, 24),
+        ({"text_config": {"n_embd": 96, "n_head": 2}}, 48),
+        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 8}, None),
+        ({"hidden_size": 576, "num_attention_heads": 9}, 64),
+        ({}, None),
+    ],
+)
+def test_vllm_on_a_cpu_takes_heads_of_some_sizes(
+    tmp_path: Path, config: dict[str, Any], size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = conf.Model(path=str(write(tmp_path / "model", config)))
+    assert head_size(model) == size
+    monkeypatch.setattr("rlinf_engines.conf.rollouts.may_have_accelerator", lambda cluster: cluster)
+    rollout = Config(vars(conf.VllmRollout()))
+    for accelerator in (True, False):
+        data = {"model": vars(model), "cluster": accelerator}
+        problems = conf.VllmRollout.validate(rollout, Config(data))
+        refused = not accelerator and size is not None and size not in VLLM_HEAD_SIZES
+        assert len(problems) == refused
+        assert all(f" {size}; use rollout=transformers" in p and "32, 64, 80" in p for p in problems)
+
+
+def test_vllm_s_own_list_of_head_sizes_is_ours() -> None:
+    """Read from its source: importing vLLM takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vllm is not installed")
+    source = (Path(spec.submodule_search_locations[0]) / "v1/attention/backends/cpu_attn.py").read_text()
+    found = re.search(r"def get_supported_head_sizes\(cls\)[^\n]*\n\s+return \[([\d, ]+)\]", source)
+    assert found is not None and tuple(map(int, found[1].split(","))) == VLLM_HEAD_SIZES
+    assert check_head_size(64) == check_head_size(None) == []
+
+
+def test_where_an_accelerator_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    here, there = SimpleNamespace(address=None), SimpleNamespace(address="10.0.0.1:6379")
+    assert not may_have_accelerator(here, tmp_path) and may_have_accelerator(there, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert may_have_accelerator(here, tmp_path)
+
+
 def write(path: Path, config: dict[str, Any]) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
@@ -133,6 +182,29 @@ def test_model_paths(tmp_path: Path) -> None:
     assert conf.Model(path=str(good)).validate(None) == []
     (problem,) = conf.Model(path=str(tmp_path / "gone")).validate(None)
     assert problem.startswith(f"model.path: {tmp_path}/gone does not exist")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [
+        ({}, ""),
+        ({"model": {"vocab": {"a": 0, "b": 7}}}, ""),
+        ({"model": {"vocab": {"a": 0, "b": 8}}}, "ids up to 8 ('b') and a model for 8 tokens (ids up to 7)"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 9, "content": "<end>"}]}, "ids up to 9 ('<end>')"),
+        ({"model": {"vocab": [["a", -1.0]] * 8}}, ""),
+        ({"model": {"vocab": [["a", -1.0]] * 8 + [["b", -1.0]]}}, "ids up to 8 ('b')"),
+        ([], "has a tokenizer.json that cannot be read"),
+        ({"added_tokens": [{"id": 1}]}, "has a tokenizer.json that cannot be read (KeyError: 'content')"),
+    ],
+)
+def test_a_tokenizer_with_ids_beyond_the_model(tmp_path: Path, tokenizer: Any, said: str) -> None:
+    path = write(tmp_path / "model", {"vocab_size": 8})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    problems = conf.Model(path=str(path)).validate(None)
+    assert len(problems) == bool(said) and all(said in p and p.startswith("model.path: ") for p in problems)
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text("{}")  # a tokenizer of another kind is the worker's to load
+    assert conf.Model(path=str(path)).validate(None) == []
 
 
 def test_lengths_are_read_from_the_config(tmp_path: Path) -> None:

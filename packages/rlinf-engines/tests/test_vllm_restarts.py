@@ -18,7 +18,7 @@ from rlinf_core.types import Generated, GenerateRequest, ParallelInfo, SamplingP
 from rlinf_engines.models import load_model, named_weights  # noqa: E402
 from rlinf_engines.rollouts.held_weights import HeldWeights, read_weights  # noqa: E402
 from rlinf_engines.rollouts.stall_watch import StallWatch  # noqa: E402
-from rlinf_engines.rollouts.vllm_engine import EngineDied  # noqa: E402
+from rlinf_engines.rollouts.vllm_engine import EngineDied, EngineRaised  # noqa: E402
 from rlinf_engines.rollouts.vllm_rollout import VllmRollout  # noqa: E402
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -46,6 +46,8 @@ class FakeEngine:
         self.submitted += [r.id for r in requests]
 
     def step(self) -> list[Generated]:
+        if self.dies_at == f"raise {self.steps}":
+            raise EngineRaised("a step failed: RuntimeError: no such kernel")
         if self.steps == self.dies_at:
             raise EngineDied(f"it was told to die in step {self.steps}")
         self.steps += 1
@@ -165,6 +167,35 @@ def test_restarts_are_bounded_and_the_last_cause_is_named(make_rollout: Any) -> 
     assert len(engines) == 3
     with pytest.raises(RLinfError, match="the engine is closed"):
         list(rollout.generate(ASKED, SAMPLING))
+
+
+@pytest.mark.parametrize(
+    ("told", "engines_made"),
+    [
+        (["raise 0", "raise 0"], 2),  # the same again, and nothing in between
+        (["raise 1", "raise 0"], 2),
+        ([0, "raise 0", "raise 0"], 3),
+    ],
+)
+def test_an_engine_that_raises_the_same_again_is_not_restarted(
+    make_rollout: Any, told: list[int | str], engines_made: int
+) -> None:
+    rollout, engines = make_rollout(*told, max_restarts=9)
+    message = r"a step failed: RuntimeError: no such kernel; so did the one before it.*no restart helps$"
+    with pytest.raises(RLinfError, match=message):
+        list(rollout.generate(ASKED, SAMPLING))
+    assert len(engines) == engines_made and all(engine.closed for engine in engines)
+
+
+def test_an_engine_that_raises_the_same_after_responses_is_restarted(make_rollout: Any, make_model: Any) -> None:
+    rollout, engines = make_rollout("raise 1", "raise 1", "raise 0", max_restarts=9)
+    with pytest.raises(RLinfError, match="no restart helps"):
+        list(rollout.generate(ASKED, SAMPLING))
+    assert len(engines) == 3
+    rollout, engines = make_rollout("raise 0", "raise 1", max_restarts=9)
+    assert len(list(rollout.generate(ASKED[:1], SAMPLING))) == 1
+    rollout.load_weights(1, weights(make_model))
+    assert len(list(rollout.generate(ASKED, SAMPLING))) == len(ASKED) and len(engines) == 3
 
 
 def test_restarts_are_counted_anew_once_a_call_has_got_everything(make_rollout: Any) -> None:

@@ -164,6 +164,44 @@ def test_the_other_recipes_compose(tmp_path: Path) -> None:
         compose("reasoning/grpo_math", [f"task.path={tmp_path}/problems.jsonl"])
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """``model.path`` and ``task.path`` of a model that only its config says something of, and of 400 problems."""
+    rows = "".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(400))
+    (tmp_path / "problems.jsonl").write_text(rows)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 1024}')
+    (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    (model / "tokenizer.json").write_text("{}")
+    return [f"task.path={tmp_path}/problems.jsonl", f"model.path={model}"]
+
+
+@engines
+def test_the_recipes_of_a_model_of_your_own(files: list[str]) -> None:
+    plain = compose("reasoning/grpo_math", files)
+    for name, algorithm in (("dapo_math", "dapo"), ("ppo_math", "ppo")):
+        with pytest.raises(ConfigError, match=r"model\.path: this recipe trains a pretrained model"):
+            compose(f"reasoning/{name}", files[:1])
+        cfg = compose(f"reasoning/{name}", files)
+        assert cfg.algorithm.name == algorithm and cfg.program.endswith(f":{algorithm}_arithmetic")
+        assert cfg.warm_start.max_steps == 0
+        for key in ("num_steps", "prompts_per_step", "sampling", "trainer", "task", "reward", "rollout", "model", "eval"):
+            assert cfg[key] == plain[key], key
+        with pytest.raises(ConfigError, match=f"run reasoning/{name}"):
+            compose("reasoning/grpo_math", [*files, f"algorithm={algorithm}"])
+        with pytest.raises(ConfigError, match="reasoning/grpo_math"):
+            compose(f"reasoning/{name}", [*files, "algorithm=grpo"])
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"), [("grpo_arithmetic", Algorithm), ("dapo_arithmetic", Dapo), ("ppo_arithmetic", Ppo)]
+)
+def test_without_warm_start_there_is_no_phase_of_it(tmp_path: Path, name: str, schema: type) -> None:
+    cfg = config(schema, warm_start={**vars(WarmStart()), "problems": 0, "max_steps": 0})
+    assert set(traced(name, tmp_path, cfg).phases) == {"evaluate", "train", "save"}
+
+
 @engines
 @pytest.mark.parametrize(
     ("name", "overrides", "said"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,10 @@ def test_a_round_of_a_cycle_by_hand() -> None:
     assert float(round_seconds(3.0, 2.0, 1)) == 5
     assert float(round_seconds(1.5, 1.0, 2)) == 3
     assert float(round_seconds(0.5, 2.0, 2)) == 4
+    # What is on its way keeps nobody busy: it counts where nothing else could be done meanwhile.
+    assert float(round_seconds(3.0, 2.0, 1, 0.5)) == 5.5
+    assert float(round_seconds(0.5, 2.0, 2, 0.5)) == 4
+    assert float(round_seconds(1.0, 1.0, 2, 0.5)) == 2.5
 
 
 def cycle_problem(devices: int, collocate: bool = True, room: float = math.inf) -> Problem:
@@ -125,6 +130,17 @@ def test_a_cycle_takes_its_best_split(devices: int) -> None:
     assert float(cost.resident(np.array([devices]), IN_TURN)[0]) == 11
     a, b, _ = cost.table[12, APART][3][devices]
     assert a + b <= devices
+
+
+def test_a_cycle_pays_for_what_is_on_its_way() -> None:
+    problem = replace(cycle_problem(4), hop=(0.5, 0.25))
+    (cost,) = collapse(problem).costs.values()
+    assert isinstance(cost, SplitCost)
+    # Four ranks of either: a hop takes 0.5 + 3 * 0.25 s, two of them a round.
+    assert float(cost.seconds(np.array([4]), 12, IN_TURN)[0]) == pytest.approx(10 * (36 / 4 + 2 * 1.25))
+    before = collapse(cycle_problem(4)).costs["sim+policy"].seconds(np.array([4]), 12, APART)[0]
+    after = float(cost.seconds(np.array([4]), 12, APART)[0])
+    assert before <= after <= before + 10 * (1.0 + 2 * 0.25)
 
 
 def test_a_cycle_that_does_not_fit_in_turn_is_split() -> None:

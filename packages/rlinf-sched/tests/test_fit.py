@@ -68,6 +68,14 @@ def test_a_profile_from_elsewhere_warns() -> None:
     assert "taken on hardware 'hardware', this is hardware 'h200'" in text
 
 
+def test_one_disturbed_step_is_no_scatter_of_the_items() -> None:
+    calm = [(1.0, 1.02, 0.98, 1.0), (1.01, 0.99, 1.0, 1.0), (0.98, 1.0, 1.0, 1.02)]
+    alike = [ProfileSample("a", 4, 64, 64, max(r), ranks=r, taken=(16,) * 4) for r in calm]
+    busy = ProfileSample("a", 4, 64, 64, 2.0, ranks=(1.0, 1.0, 2.0, 1.0), taken=(16,) * 4)
+    assert fit_stage([*alike, busy], Stage("a")).noise < 2 * fit_stage(alike, Stage("a")).noise
+    assert fit_stage([busy, busy, *alike[:1]], Stage("a")).noise > 1.0, "it is what happens more often than not"
+
+
 # ------------------------------------------------------------------ laws that are not ours
 
 Law = Callable[[int, float], float]

@@ -29,6 +29,7 @@ from rlinf_sched.commands.measure import (
     settings,
     step_times,
 )
+from rlinf_sched.commands.ranks_of import Accepted
 from rlinf_sched.problemfile import problem_from_dict
 
 graphs = pytest.importorskip("rlinf_core.graph", reason="core is not installed")
@@ -48,6 +49,7 @@ class Times:
     puts: int = 0
     released: tuple[float, ...] = ()
     device_bytes: int = 0
+    taken: tuple[tuple[str, int, float], ...] = ()
 
 
 def told(observed: Observed, group: str, task: str, times: Sequence[Times], step: int = 1) -> None:
@@ -201,6 +203,60 @@ def test_a_cycle_that_is_fed() -> None:
     flow = Flow(embodied(True))
     flow.read(seen)
     assert flow.fed == 8 and flow.rounds == {"sim": 2}
+
+
+def test_blocks_that_say_how_many_items_they_are() -> None:
+    """Ten environments of two ranks, in sub-batches of 3 and 2; eight rounds. The last answer is for values alone."""
+    flow, seen = Flow(embodied(True)), Observed({("sim", "rollout"): 2})
+    took = (("starts", 5, 5.0), ("actions", 16, 40.0))
+    told(seen, "sim", "rollout", [Times(4.0, 21, wait=3.0, taken=took)] * 2)
+    told(seen, "policy", "act", [Times(1.6, 8, taken=(("observations", 8, 20.0),))] * 4)
+    told(seen, "train", "train", [Times(2.0, 10, taken=(("episodes", 10, 10.0),))])
+    flow.read(seen)
+    assert (flow.fed, flow.rounds, flow.per_item["train"]) == (10, {"sim": 8}, 1.0)
+    samples = {s.stage: s for s in flow.samples(seen, Setting(4))}
+    sim, policy = samples["sim"], samples["policy"]
+    assert (sim.taken, sim.each, sim.items) == ((40, 40), 3, 80)
+    assert (policy.taken, policy.each) == ((20,) * 4, 3)
+    assert sim.waits == 0.0, "it waits for the policy, which is no cost of a message"
+    problem, _ = problem_from_dict(flow.problem(4), Profile("f", "h", tuple(samples.values())))
+    assert [(c.members, c.rounds) for c in problem.graph.cycles] == [(("sim", "policy"), 8)]
+    assert float(problem.costs["sim"].seconds(np.array([2]), 10, 0)[0]) == pytest.approx(0.5, rel=0.2)
+
+
+def test_only_numbers_of_ranks_that_the_workers_accept() -> None:
+    def check(cfg: Any, ranks: int) -> str:
+        return "" if 12 % ranks == 0 else f"12 environments cannot be shared out over {ranks} ranks"
+
+    graph = embodied(True)
+    groups = {
+        name: SimpleNamespace(cfg=None, worker=SimpleNamespace(check_ranks=lambda cfg, n: "")) for name in graph.stages
+    }
+    groups["sim"].worker.check_ranks = check
+    assert Accepted(graph.stages, groups, 4).counts == {}, "there is nothing to say as long as all are accepted"
+    accepted = Accepted(graph.stages, groups, 5)
+    assert accepted.counts == {"sim": (1, 2, 3, 4, 6, 12)}
+    assert [accepted.most("sim", n) for n in (1, 4, 5)] == [1, 4, 4] and accepted.most("policy", 5) == 5
+    groups["sim"].worker.check_ranks = lambda cfg, n: "at least 8" if n < 8 else ""
+    with pytest.raises(SchedError, match="group 'sim' cannot be put on 2 devices: at least 8"):
+        Accepted(graph.stages, groups, 8).most("sim", 2)
+
+
+def test_a_stage_is_profiled_and_planned_on_what_it_accepts() -> None:
+    accepted = Accepted({}, {}, 0)
+    accepted.counts["sim"] = (1, 2, 4)
+    flow, seen = Flow(embodied(True), accepted), Observed()
+    took = (("starts", 4, 4.0), ("actions", 2, 8.0))
+    told(seen, "sim", "rollout", [Times(4.0, 6, taken=took)] * 2)
+    told(seen, "policy", "act", [Times(1.6, 2, taken=(("observations", 2, 8.0),))] * 3)
+    told(seen, "train", "train", [Times(2.0, 8)])
+    flow.read(seen)
+    samples = {s.stage: s for s in flow.samples(seen, Setting(3))}
+    assert (samples["sim"].devices, samples["policy"].devices) == (2, 3)
+    assert flow.quarter(3)["sim"] == 1
+    assert (
+        flow.problem(3)["stages"]["sim"]["counts"] == [1, 2, 4] and "counts" not in flow.problem(3)["stages"]["policy"]
+    )
 
 
 def test_a_flow_without_hybrid_plans_is_told_before_any_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -212,6 +213,10 @@ def test_a_cycle_takes_turns_or_overlaps() -> None:
     halves = seconds(problem, share(apart, leaf("train", "0-3")))
     # Two sub-batches of two on every rank: while one is with the policy the other one is stepped.
     assert halves == pytest.approx(10 * 0.4 + 0.2 + 2)
+    # On their way for 0.05 s, and 0.01 s for the second rank: 19 times in turn; each half has as far to go.
+    slow = replace(problem, hop=(0.05, 0.01))
+    assert seconds(slow, share(same, leaf("train", "0-1"))) == pytest.approx(10 * 0.8 + 4 + 19 * 0.06)
+    assert seconds(slow, share(apart, leaf("train", "0-3"))) == pytest.approx(10 * (0.4 + 0.12) + 0.14 + 2)
 
 
 def test_scattered_times_repeat_and_their_mean_is_longer_with_more_ranks() -> None:

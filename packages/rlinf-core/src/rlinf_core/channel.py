@@ -39,6 +39,8 @@ class Clock:
     """Spent in other calls that were served while this one waited."""
     items: int = 0
     """Items taken so far, over all calls."""
+    taken: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Items that the running call has taken, and their weight, by channel."""
     began: float = 0.0
     aside_before: float = 0.0
     releases: Releases = field(default_factory=Releases)
@@ -48,6 +50,7 @@ class Clock:
         """A call begins."""
         self.wait = self.lock = self.switch = 0.0
         self.releases = Releases()
+        self.taken = {}
         self.aside_before = self.aside
         self.began = time.perf_counter()
 
@@ -55,12 +58,18 @@ class Clock:
     def another_call(self) -> Iterator[None]:
         """A call that is run in the middle of this one: its time is ``aside`` for this one."""
         began = time.perf_counter()
-        mine = (self.wait, self.lock, self.switch, self.began, self.aside_before, self.releases)
+        mine = (self.wait, self.lock, self.switch, self.began, self.aside_before, self.releases, self.taken)
         try:
             yield
         finally:
-            self.wait, self.lock, self.switch, self.began, self.aside_before, self.releases = mine
+            self.wait, self.lock, self.switch, self.began, self.aside_before, self.releases, self.taken = mine
             self.aside += time.perf_counter() - began
+
+    def took(self, channel: str, items: int, weight: float) -> None:
+        """The running call has taken so many items."""
+        self.items += items
+        before, weighed = self.taken.get(channel, (0, 0.0))
+        self.taken[channel] = before + items, weighed + weight
 
     def worked(self) -> float:
         """Seconds of its own work that the running call has done."""

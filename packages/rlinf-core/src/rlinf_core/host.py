@@ -347,6 +347,7 @@ class Host(Sections):
             clock.releases.puts,
             clock.releases.curve(),
             (self._memory.capacity() or self.spec.device_bytes) if self.spec.uses_devices else 0,
+            tuple((channel.rpartition(":")[2], *taken) for channel, taken in clock.taken.items()),
         )
         take_reads = getattr(self.spec.cfg, "take_reads", None)
         reads = tuple(take_reads()) if callable(take_reads) else ()

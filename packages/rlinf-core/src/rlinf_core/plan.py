@@ -14,7 +14,7 @@ from rlinf_core.devicelock import ReplicaSpec
 from rlinf_core.errors import PlacementError, PlanError, nearest
 from rlinf_core.graph import FlowGraph, StageSpec
 from rlinf_core.placement import ClusterInfo, Placement, format_placement, parse_placement
-from rlinf_core.plancheck import PlanCheck
+from rlinf_core.plancheck import PlanCheck, cpu_ranks
 from rlinf_core.plandata import (
     Cycle,
     Leaf,
@@ -392,7 +392,9 @@ def _groups(plan: Plan, graph: FlowGraph, placed: Mapping[str, Placement]) -> di
             together = mates.get(name, "")
             groups[name] = GroupPlan(name, mine.processes, resident, turn, stage.collective, together, leaf.slots)
         else:
-            groups[name] = GroupPlan(name, ((),) * plan.cpu[name], True, order, stage.collective)
+            ranks = cpu_ranks(plan, graph, name)
+            assert ranks is not None, "the check has found it"
+            groups[name] = GroupPlan(name, ((),) * ranks, True, order, stage.collective)
     return groups
 
 

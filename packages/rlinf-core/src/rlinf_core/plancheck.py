@@ -11,6 +11,18 @@ MAX_RANKS_PER_NODE = 1024
 """Most ranks of a CPU stage per node: beyond, a slip of the pen is likelier than a wish."""
 
 
+PLANNED = "train"
+"""The phase that plans are made for; others run with what it leaves."""
+
+
+def cpu_ranks(plan: Plan, graph: FlowGraph, name: str) -> int | None:
+    """Ranks of a CPU stage. One that the planned phase does not call (an evaluation's) need not be named in the plan;
+    ``None``: it must be, and is not."""
+    phase = graph.phases.get(PLANNED)
+    aside = phase is not None and all(call.group != name for call in phase.calls)
+    return plan.cpu.get(name, graph.stages[name].ranks_fixed or 1 if aside else None)
+
+
 class PlanCheck:
     """Collects the faults of one plan."""
 
@@ -62,7 +74,7 @@ class PlanCheck:
                     self._fault("order", f"{later!r} makes what {name!r} takes, so it must come before it")
 
     def _cpu(self, stage: StageSpec) -> None:
-        ranks = self.plan.cpu.get(stage.name)
+        ranks = cpu_ranks(self.plan, self.graph, stage.name)
         if ranks is None:
             self._fault("cpu", f"CPU stage {stage.name!r} has no number of ranks")
             return

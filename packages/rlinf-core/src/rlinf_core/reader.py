@@ -241,7 +241,7 @@ class Reader(In[Any]):
         e = self._endpoint
         descriptors = [cast(Descriptor, item.descriptor) for item in items]
         values = e.fetcher.fetch(descriptors)
-        e.clock.items += len(values)
+        e.clock.took(self.name, len(values), sum(item.weight for item in items))
         reserve = self._reserve
         if reserve is None or not e.client.on_engine_thread():
             uids = tuple([item.uid for item in items])

@@ -22,6 +22,7 @@ from rlinf_core.errors import ConfigError, PlanError, RLinfError, TraceError, de
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
 from rlinf_core.hub.messages import CallResult, Log
+from rlinf_core.lastwords import leave
 from rlinf_core.links import said_at_start
 from rlinf_core.live import LiveFlow, LiveStep, resumed_of
 from rlinf_core.placement import ClusterInfo
@@ -215,7 +216,11 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
             if not cfg.cluster.debug:
                 progress.note(link)
             progress.note("starting Ray" if not cfg.cluster.debug else "debug: all workers are threads of this process")
-            with connect(cfg.cluster, f"{recipe}/{directory.path.name}") as cluster:
+            with (
+                contextlib.nullcontext() if quiet else _last_words(cfg, directory, progress),
+                contextlib.ExitStack() as ending,
+                connect(cfg.cluster, f"{recipe}/{directory.path.name}") as cluster,
+            ):
                 _on_sigterm()  # Ray has installed its own, which prints a native stack
                 plan, flat = plan_for(cfg, graph, groups, cluster.info)
                 directory.write_plan(plan.to_yaml())
@@ -246,7 +251,7 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
                         partial(_adopt, runtime, directory, listener),
                         progress.note,
                     )
-                _drive(cfg, runtime, graph, groups, program, directory, listener, progress, resumed)
+                _drive(cfg, runtime, graph, groups, program, directory, listener, progress, resumed, ending)
             if not quiet:
                 _plot(directory, progress)
         return 0
@@ -315,7 +320,9 @@ def _drive(
     listener: RunListener,
     progress: Progress,
     resumed: Resumed | None,
+    ending: contextlib.ExitStack,
 ) -> None:
+    """Run the program from the start of its workers to their end. ``ending`` is closed when Ray is gone."""
     checkpoints = Checkpoints(directory.path, keep_last=cfg.checkpoint.keep_last, keep_best=cfg.checkpoint.keep_best)
     began = time.monotonic()
     finished = False
@@ -339,6 +346,9 @@ def _drive(
         finished = True
     except BaseException as error:
         listener.summary["error"] = describe(error)
+        if not cfg.cluster.debug:
+            # Ray prints a page there about every worker that is in the middle of something when it is ended.
+            ending.enter_context(contextlib.redirect_stdout(io.StringIO()))
         raise
     finally:
         progress.close()
@@ -355,6 +365,17 @@ def _drive(
     if runtime.failure is not None:
         runtime.check()
     listener.closing_words()
+
+
+@contextlib.contextmanager
+def _last_words(cfg: Config, directory: RunDirectory, progress: Progress) -> Iterator[None]:
+    """Say what a run that is interrupted or fails has left, before the cause is said."""
+    try:
+        yield
+    except BaseException as error:
+        saves = "checkpoint.every" in cfg.reads
+        leave(directory.path, progress.note, saves=saves, bad_input=getattr(error, "bad_input", False) is True)
+        raise
 
 
 def _plot(directory: RunDirectory, progress: Progress) -> None:

@@ -87,7 +87,7 @@ ARRAYS = {
     "logprobs": "[T, C, D] of it when it was decided",
     "values": "[T, C] or [T, 1] of the observation; absent without a value head",
     "rewards": "[T, C]",
-    "mask": "[T, C] bool, steps that were made (false after an episode's end inside a chunk, or in an idle environment)",
+    "mask": "[T, C] bool, steps that were made (false after an episode's end in a chunk, or in an idle environment)",
     "terminated": "[T, C] bool",
     "truncated": "[T, C] bool",
     "final_values": "[T, C] value of the observation before the reset where truncated, else 0",

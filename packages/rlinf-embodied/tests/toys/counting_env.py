@@ -17,7 +17,7 @@ LIMIT = 5
 
 
 class Counter:
-    """Observes (episode's seed mod 1000, steps made). The reward is the action; it ends after ``seed % 7 + 1`` steps."""
+    """Observes (episode's seed mod 1000, steps made). The reward is the action. Ends after ``seed % 7 + 1`` steps."""
 
     def __init__(self, index: int, failing: dict[int, int]) -> None:
         self.index = index

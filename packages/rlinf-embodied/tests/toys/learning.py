@@ -19,6 +19,7 @@ from rlinf_embodied.envs.base import Box, Discrete, EnvSpec
 from rlinf_embodied.episodes import EpisodeTracker
 from rlinf_embodied.noise import uniforms
 from rlinf_embodied.policies.mlp import MlpPolicy
+from rlinf_embodied.training import load_update
 from rlinf_embodied.training.network import run
 
 DEADLINE = 60.0
@@ -177,3 +178,44 @@ def rollout(
         info = {"env": slot, "group": name, "group_size": group, "version": 0, "episodes": episodes}
         found.append(Trajectory(f"{name}/{slot % group:03d}" if group > 1 else name, arrays, info))
     return found
+
+
+def made(cfg: Any, spec: Any = CONTINUOUS, seed: int = 0) -> MlpPolicy:
+    return MlpPolicy(cfg.model, spec, seed)
+
+
+def trained(
+    cfg: Any,
+    steps: list[list[Trajectory]],
+    *,
+    ranks: int = 1,
+    spec: Any = CONTINUOUS,
+    limit: int = 10_000,
+    deal: Any = lambda i, ranks: i % ranks,
+) -> tuple[list[dict[str, float]], list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """(metrics of each step, gradients of each optimizer step, weights, state) after training on ``steps``."""
+    group = Ranks(ranks)
+
+    def work(rank: int) -> Any:
+        policy = made(cfg, spec)
+        trainer = PlainTrainer(policy, group, rank, limit)
+        update = load_update(cfg, trainer, policy, seed=3)
+        found = []
+        for number, trajectories in enumerate(steps):
+            mine = [t for i, t in enumerate(trajectories) if deal(i, ranks) == rank]
+            found.append(update(mine[::-1], number))
+        return found, trainer.gradients, policy.state_dict(), update.state()
+
+    results = group.run(work)
+    for other in results[1:]:
+        assert other[0] == results[0][0]
+        assert other[3] == results[0][3]
+        for a, b in zip(results[0][2].values(), other[2].values(), strict=True):
+            assert torch.equal(a, b)
+    return results[0]
+
+
+def batches(cfg: Any, count: int = 3) -> list[list[Trajectory]]:
+    in_groups = "group_size" in cfg.algorithm
+    more: dict[str, Any] = {"group": 3, "once": True} if in_groups else {}
+    return [rollout(made(cfg), seed=10 + number, **more) for number in range(count)]

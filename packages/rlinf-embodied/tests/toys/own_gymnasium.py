@@ -16,10 +16,19 @@ class Own(gymnasium.Env[Any, Any]):
 
     metadata = {"render_modes": []}  # noqa: RUF012
 
-    def __init__(self, space: Any, observe: Any, action: Any = None, key: str = "success", ends: bool = False) -> None:
+    def __init__(
+        self,
+        space: Any,
+        observe: Any,
+        action: Any = None,
+        key: str = "success",
+        ends: bool = False,
+        options: Any = None,
+    ) -> None:
         self.observation_space = space
         self.action_space = spaces.Discrete(3, start=-1) if action is None else action
         self._observe, self._key, self._ends = observe, key, ends
+        self.options = options
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -45,6 +54,22 @@ def _image(env: Own) -> Any:
     return np.full((4, 5, 3), env.steps, dtype=np.uint8)
 
 
+class Old(Own):
+    """Answers as environments did before gymnasium: no pair from a reset, four values from a step."""
+
+    def __init__(self, pair: bool = False) -> None:
+        super().__init__(NUMBERS, _vector)
+        self.pair = pair
+
+    def reset(self, **keys: Any) -> Any:
+        pair = super().reset(**keys)
+        return pair if self.pair else pair[0]
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated or truncated, info
+
+
 PIXELS = spaces.Box(0, 255, (4, 5, 3), np.uint8)
 NUMBERS = spaces.Box(-9.0, 9.0, (2,), np.float64)
 MAKERS: dict[str, Any] = {
@@ -67,4 +92,5 @@ MAKERS: dict[str, Any] = {
 }
 for _name, _maker in MAKERS.items():
     gymnasium.register(f"Own/{_name}-v0", entry_point=_maker, max_episode_steps=20)
+gymnasium.register("Own/Old-v0", entry_point=lambda **kw: Old(**kw), max_episode_steps=20)
 gymnasium.register("Own/Limitless-v0", entry_point=MAKERS["Vector"])

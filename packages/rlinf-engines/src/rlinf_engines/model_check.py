@@ -74,6 +74,38 @@ def vocabulary_size(path: str) -> int | None:
     return _number(path, ("vocab_size",))
 
 
+def check_vocabulary(path: str) -> list[str]:
+    """Say when tokenizer.json gives ids that the model has no embedding for.
+
+    The worker that loads the tokenizer looks again, and at other kinds of tokenizers too.
+    """
+    size = vocabulary_size(path)
+    directory = Path(path).expanduser()
+    try:
+        data = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        tokens = {str(added["content"]): int(added["id"]) for added in data.get("added_tokens") or []}
+        known = data.get("model", {}).get("vocab") or {}
+        # A unigram model lists (token, score) pairs in the order of their ids.
+        pairs = known.items() if isinstance(known, dict) else ((pair[0], place) for place, pair in enumerate(known))
+        tokens.update((str(token), int(place)) for token, place in pairs)
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        return [f"model.path: {path} has a tokenizer.json that cannot be read ({type(error).__name__}: {error})"]
+    highest = max(tokens, key=lambda token: tokens[token], default=None)
+    if size is None or highest is None or tokens[highest] < size:
+        return []
+    return [vocabulary_problem(path, tokens[highest], highest, size)]
+
+
+def vocabulary_problem(path: str, highest: int, token: str, size: int) -> str:
+    """The message about a tokenizer whose ``highest`` id is beyond a model's ``size`` tokens."""
+    return (
+        f"model.path: {path} has a tokenizer with ids up to {highest} ({token!r}) and a model for {size} tokens (ids "
+        f"up to {size - 1}); they do not belong together"
+    )
+
+
 def attention_heads(model: Any) -> tuple[int, int] | None:
     """(attention heads, key-value heads); ``None`` when the model does not say."""
     if model.path is None:
@@ -82,6 +114,20 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
     if heads is None:
         return None
     return heads, _number(str(model.path), ("num_key_value_heads",)) or heads
+
+
+def head_size(model: Any) -> int | None:
+    """The width of one attention head; ``None`` when the model does not say, or has heads of several widths."""
+    if model.path is None:
+        return int(model.tiny.hidden_size) // int(model.tiny.heads)
+    path = str(model.path)
+    if _number(path, ("kv_lora_rank", "qk_nope_head_dim")) is not None:
+        return None
+    own = _number(path, ("head_dim",))
+    if own is not None:
+        return own
+    width, heads = _number(path, ("hidden_size", "n_embd")), _number(path, ("num_attention_heads", "n_head"))
+    return width // heads if width and heads else None
 
 
 def check_lengths(

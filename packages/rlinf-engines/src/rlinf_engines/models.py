@@ -18,7 +18,13 @@ import torch
 from torch import nn
 
 from rlinf_core.errors import ConfigError
-from rlinf_engines.model_check import check_model_path, check_tiny, max_positions, vocabulary_size
+from rlinf_engines.model_check import (
+    check_model_path,
+    check_tiny,
+    max_positions,
+    vocabulary_problem,
+    vocabulary_size,
+)
 from rlinf_engines.seeds import derive_seed
 
 __all__ = [
@@ -219,11 +225,7 @@ def _check_vocabulary(path: str, tokenizer: Any) -> None:
     size = vocabulary_size(path)
     highest = max(tokenizer.get_vocab().values())
     if size is not None and highest >= size:
-        raise ConfigError(
-            f"model.path: {path} has a tokenizer with ids up to {highest} "
-            f"({tokenizer.convert_ids_to_tokens(highest)!r}) and a model for {size} tokens (ids up to {size - 1}); "
-            "they do not belong together"
-        )
+        raise ConfigError(vocabulary_problem(path, highest, tokenizer.convert_ids_to_tokens(highest), size))
 
 
 def _tiny_model(tiny: Any, seed: int, role: str) -> Any:

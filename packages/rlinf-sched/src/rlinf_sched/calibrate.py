@@ -119,7 +119,6 @@ def _in_turn(profile: Profile, take: float, put: float) -> list[tuple[float, flo
 def calibrated(problem: Problem, profile: Profile) -> Problem:
     """The problem with the runtime's own time in the costs that come from the profile, and in its step."""
     found = overhead(profile, [cycle.members for cycle in problem.graph.cycles])
-    hops = _hops(problem, profile)
     home = {name for cycle in problem.graph.cycles for name in cycle.members}
     puts: defaultdict[str, list[float]] = defaultdict(list)
     for sample in profile.samples:
@@ -127,18 +126,16 @@ def calibrated(problem: Problem, profile: Profile) -> Problem:
             puts[sample.stage].append(sample.puts / max(sample.taken))
     costs = dict(problem.costs)
     for name, cost in problem.costs.items():
-        if isinstance(cost, FormulaCost) and cost.measured:
+        if isinstance(cost, FormulaCost) and cost.measured and name not in home:
             stage = problem.graph.stages[name]
             each = float(np.mean(puts[name])) if puts[name] else 0.0
             lock = LOCK if stage.device else 1.0
             costs[name] = replace(cost, take=lock * found.take, put=found.put * each * stage.per_item)
-            if name in home:
-                costs[name] = replace(cost, take=hops[0], linear=cost.linear + hops[1])
-    return replace(problem, costs=costs, overhead=problem.overhead or found.step)
+    return replace(problem, costs=costs, overhead=problem.overhead or found.step, hop=_hop(problem, profile))
 
 
-def _hops(problem: Problem, profile: Profile) -> tuple[float, float]:
-    """Seconds of the runtime for each of the two takes of a round of a cycle, and more of it for each further rank
+def _hop(problem: Problem, profile: Profile) -> tuple[float, float]:
+    """Seconds of the runtime for each of the two hops of a round of a cycle, and more of it for each further rank
     (they all ask the same hub), from steps in which all stages took everything in turn: what those took more than the
     stages' own times make."""
     rounds = sum(cycle.rounds for cycle in problem.graph.cycles)

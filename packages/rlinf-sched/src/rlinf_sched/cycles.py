@@ -1,7 +1,7 @@
 """A cycle as one stage: simulator and policy on a split of the devices, with k sub-batches, or in turn.
 
-One round takes a + s for k = 1, else max(k·max(a(b/k), s(b/k)), a(b/k) + s(b/k)): while one sub-batch is stepped the
-next is inferred.
+One round takes a + s + h for k = 1, else max(k·max(a(b/k), s(b/k)), a(b/k) + s(b/k) + h): while one sub-batch is
+stepped the next is inferred. h is what the two hops of a round take, from either stage to the other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from rlinf_sched.units import counted
 SUB_BATCHES = (1, 2, 3, 4, 8)
 
 
-def round_seconds(a: Floats | float, s: Floats | float, k: int) -> Floats:
-    """One round with k sub-batches, of which one takes ``a`` in the first stage and ``s`` in the second."""
+def round_seconds(a: Floats | float, s: Floats | float, k: int, hops: Floats | float = 0.0) -> Floats:
+    """One round with k sub-batches, of which one takes ``a`` in the first stage, ``s`` in the second and ``hops`` on
+    its way between them."""
     one, two = np.asarray(a, dtype=float), np.asarray(s, dtype=float)
-    total: Floats = one + two
+    total: Floats = one + two + np.asarray(hops, dtype=float)
     return total if k == 1 else np.maximum(k * np.maximum(one, two), total)
 
 
@@ -106,14 +107,17 @@ def _table(
             i, j = accepted[0].index(n), accepted[1].index(n)
             keep = float(ka[i] + kb[j])
             work = float(keep + max(wa[i] - ka[i], wb[j] - kb[j]))
-            offer(n, float(cycle.rounds * (ta[i] + tb[j])), keep, work, (n, n, 0))
+            way = _way(problem, one, n) + _way(problem, two, n)
+            offer(n, float(cycle.rounds * (ta[i] + tb[j] + way)), keep, work, (n, n, 0))
     else:
         for k in (k for k in SUB_BATCHES if portion % k == 0):
             (ta, ka, wa), (tb, kb, wb) = (_columns(problem, stage, portion // k) for stage in (one, two))
             counts_b = np.array(accepted[1])
+            back = np.array([_way(problem, two, n) for n in accepted[1]])
             for i, na in enumerate(accepted[0]):
                 room = counts_b <= problem.devices - na
-                total = cycle.rounds * round_seconds(ta[i], tb[room], k)
+                way = _way(problem, one, na) + back[room]
+                total = cycle.rounds * round_seconds(ta[i], tb[room], k, way)
                 for j in np.flatnonzero(total < best[na + counts_b[room]]):
                     nb = int(counts_b[j])
                     offer(na + nb, float(total[j]), max(ka[i], kb[j]), max(wa[i], wb[j]), (na, nb, k))
@@ -121,6 +125,11 @@ def _table(
         if best[n - 1] <= best[n]:
             best[n], held[n], peak[n], how[n] = best[n - 1], held[n - 1], peak[n - 1], how[n - 1]
     return best, held, peak, tuple(how)
+
+
+def _way(problem: Problem, stage: Stage, devices: int) -> float:
+    """Seconds of a hop from this stage."""
+    return problem.hops((stage.ranks or devices // stage.multiple) if stage.device else stage.ranks or 1)
 
 
 def _columns(problem: Problem, stage: Stage, portion: int) -> tuple[Floats, Floats, Floats]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_sched.calm import calm
+from rlinf_sched.calm import calm, lower_median
 from rlinf_sched.costmodel import FormulaCost, Memory
 from rlinf_sched.graph import SchedError, Stage
 from rlinf_sched.profile import Profile, ProfileSample
@@ -29,6 +29,8 @@ BENDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 STAIRS = (2, 4, 8, 16, 32, 64)
 STEADY = 0.03
 """Scatter of the points up to which a staircase is looked for."""
+_UNUSUAL = 4.0
+"""Variance of a step's ranks, in terms of that of the calmer steps, above which the machine was busy."""
 KNOTS = 16
 """Points of a release curve."""
 _PER_TERM, _LEAST, _SCATTER = 0.15, 5e-4, 0.3
@@ -163,24 +165,34 @@ def _noise(samples: Sequence[ProfileSample]) -> float:
     whole = [sample for sample in samples if sample.each == least]
     pairs = [[(t, k) for t, k in zip(s.ranks, s.taken, strict=True) if k and t > 0] for s in whole]
     rows = [row for row in pairs if len(row) > 1] or [[pair for row in pairs for pair in row]]
-    total, freedom = 0.0, 0
+    found = []
     for row in rows:
         if len(row) > 1:
             rate = sum(t for t, _ in row) / sum(k for _, k in row)
-            total += sum((t / k / rate - 1) ** 2 * k for t, k in row)
-            freedom += len(row) - 1
-    return math.sqrt(total / freedom) if freedom else 0.0
+            found.append((sum((t / k / rate - 1) ** 2 * k for t, k in row), len(row) - 1))
+    return _deviation(found)
 
 
 def _noise_together(samples: Sequence[ProfileSample]) -> float:
     """The same of ranks that are dealt their portions: they are dealt as much work each, if not as many items."""
-    total, freedom = 0.0, 0
+    found = []
     for sample in samples:
         seconds = np.array(sample.ranks)
         if len(seconds) > 1 and seconds.min() > 0:
-            total += float(((seconds / seconds.mean() - 1) ** 2).sum()) * sum(sample.taken) / len(seconds)
-            freedom += len(seconds) - 1
-    return math.sqrt(total / freedom) if freedom else 0.0
+            squares = float(((seconds / seconds.mean() - 1) ** 2).sum()) * sum(sample.taken) / len(seconds)
+            found.append((squares, len(seconds) - 1))
+    return _deviation(found)
+
+
+def _deviation(steps: Sequence[tuple[float, int]]) -> float:
+    """From (sum of squares, degrees of freedom) of each step. A step in which ranks differ far more than in the calmer
+    half of the steps was disturbed: it counts for no more than those allow."""
+    if not steps:
+        return 0.0
+    # The median of a chi-squared variable over its degrees of freedom (Wilson and Hilferty, 1931).
+    usual = lower_median([squares / freedom / (1 - 2 / (9 * freedom)) ** 3 for squares, freedom in steps])
+    total = sum(min(squares, _UNUSUAL * usual * freedom) for squares, freedom in steps)
+    return math.sqrt(total / sum(freedom for _, freedom in steps))
 
 
 # ------------------------------------------------------------------ terms

@@ -1,7 +1,7 @@
 """Two stages that feed each other, round by round: sub-batches of one are worked on while others are with the other.
 
-The first one owns the sub-batches: each belongs to one of its ranks. The second one takes them as they come, with any
-rank. On the same devices they exclude each other, and neither is offloaded in between.
+The first one owns the sub-batches: each belongs to one of its ranks. The second one takes them as they come, each with
+the rank that has waited longest. On the same devices they exclude each other, and neither is offloaded in between.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from rlinf_sched.costmodel import Cost
 from rlinf_sched.cycles import round_seconds
 from rlinf_sched.graph import Cycle, Stage
 from rlinf_sched.planread import Placed
+from rlinf_sched.problem import Problem
 
 
 @dataclass(frozen=True)
 class Side:
     """``ranks``: devices of each; seconds of one rank come from ``cost`` on ``count`` devices, on which ``replicas``
-    ranks take as much each."""
+    ranks take as much each. ``hop``: seconds until what it gives is with the other side."""
 
     ranks: tuple[frozenset[int], ...]
     cost: Cost
     count: int
     replicas: int
+    hop: float = 0.0
 
     def seconds(self, items: float, rng: np.random.Generator | None) -> float:
         found = float(self.cost.alone(np.array([self.count]), items * self.replicas, self.cost.options(1)[-1])[0])
@@ -52,15 +54,16 @@ class Loop:
     by_rank: bool
 
     @classmethod
-    def of(cls, cycle: Cycle, sides: Sequence[tuple[Placed, Stage, Cost]], items: int) -> Loop:
+    def of(cls, cycle: Cycle, sides: Sequence[tuple[Placed, Stage, Cost]], problem: Problem) -> Loop:
         made = []
         for placed, stage, cost in sides:
             lone = not stage.collective
             ranks = tuple(frozenset(p) for p in placed.processes) if lone else (placed.devices,)
             count = len(placed.devices) if stage.device else len(placed.processes)
-            made.append(Side(ranks, cost, count, len(placed.processes) if lone else 1))
+            hop = problem.hops(len(placed.processes))
+            made.append(Side(ranks, cost, count, len(placed.processes) if lone else 1, hop))
         by_rank = all(cost.measured for _, _, cost in sides)
-        return cls(made[0], made[1], cycle.rounds, items, sides[0][0].portion or 0, by_rank)
+        return cls(made[0], made[1], cycle.rounds, problem.items, sides[0][0].portion or 0, by_rank)
 
 
 def loop_seconds(loop: Loop, rng: np.random.Generator | None = None) -> float:
@@ -72,9 +75,11 @@ def loop_seconds(loop: Loop, rng: np.random.Generator | None = None) -> float:
     shared = any(a & b for a in owner.ranks for b in other.ranks)
     if not loop.by_rank:
         one, two = (side.seconds(loop.items / parts / side.replicas, rng) for side in (owner, other))
-        together = parts * (one + two) if shared else float(round_seconds(one, two, parts))
+        way = owner.hop + other.hop
+        together = parts * (one + two) + way if shared else float(round_seconds(one, two, parts, way))
         return loop.rounds * together
-    free = [True] * len(other.ranks)
+    idle = deque(range(len(other.ranks)))
+    taken: dict[int, tuple[int, int]] = {}
     working: list[bool] = [False] * len(owner.ranks)
     held: dict[int, int] = {}
     asked: deque[tuple[int, int]] = deque((rank, loop.rounds) for _ in range(parts) for rank in range(len(owner.ranks)))
@@ -90,30 +95,39 @@ def loop_seconds(loop: Loop, rng: np.random.Generator | None = None) -> float:
             for d in devices:
                 held[d] = held.get(d, 0) + change
 
+    def later(seconds: float, what: str, server: int, rank: int, left: int) -> None:
+        nonlocal number
+        number += 1
+        heapq.heappush(events, (clock + seconds, number, what, server, rank, left))
+
     while True:
         for rank, queue in enumerate(mine):
             if queue and not working[rank] and open_to(owner.ranks[rank]):
                 left = queue.popleft()
                 working[rank] = True
                 hold(owner.ranks[rank], 1)
-                number += 1
-                heapq.heappush(events, (clock + owner.seconds(size, rng), number, "owner", rank, rank, left))
-        for server, devices in enumerate(other.ranks):
-            if asked and free[server] and open_to(devices):
-                rank, left = asked.popleft()
-                free[server] = False
+                later(owner.seconds(size, rng), "owner", rank, rank, left)
+        while asked and idle:  # whether or not its devices are free
+            taken[idle.popleft()] = asked.popleft()
+        for server, (rank, left) in list(taken.items()):
+            devices = other.ranks[server]
+            if open_to(devices):
+                del taken[server]
                 hold(devices, 1)
-                number += 1
-                heapq.heappush(events, (clock + other.seconds(size, rng), number, "other", server, rank, left))
+                later(other.seconds(size, rng), "other", server, rank, left)
         if not events:
             return clock
         clock, _, what, server, rank, left = heapq.heappop(events)
         if what == "other":
-            free[server] = True
+            idle.append(server)
             hold(other.ranks[server], -1)
+            later(other.hop, "answer", server, rank, left)
+        elif what == "answer":
             mine[rank].append(left)
-        else:
+        elif what == "owner":
             working[rank] = False
             hold(owner.ranks[rank], -1)
             if left > 1:
-                asked.append((rank, left - 1))
+                later(owner.hop, "question", server, rank, left - 1)
+        else:
+            asked.append((rank, left))

@@ -18,7 +18,8 @@ class Problem:
     """``items`` of one step on ``devices``. ``device_bytes``: memory of one device; ``host_bytes``: host memory for
     what is offloaded, per device (infinite where not given). ``portions``: sizes to consider (empty: up to
     ``max_portions`` halvings of ``items`` that the barriers allow). ``node``: devices of one node. ``overhead``:
-    seconds of every step beside its stages."""
+    seconds of every step beside its stages. ``hop``: seconds that what one stage of a cycle gives is on its way to the
+    other, and how much longer with each further rank of the giver."""
 
     graph: Graph
     costs: Mapping[str, Cost]
@@ -30,6 +31,11 @@ class Problem:
     max_portions: int = 8
     node: int = 8
     overhead: float = 0.0
+    hop: tuple[float, float] = (0.0, 0.0)
+
+    def hops(self, ranks: int) -> float:
+        """Seconds of a hop from a stage of so many ranks."""
+        return self.hop[0] + self.hop[1] * (ranks - 1)
 
     def validate(self) -> None:
         """Raise SchedError for what can be seen before any search, by name."""

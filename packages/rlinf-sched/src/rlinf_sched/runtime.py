@@ -121,7 +121,7 @@ class _Runtime:
         """A cycle works as one: it takes everything at once and lets it go at its end."""
         cycle = next(c for c in self.problem.graph.cycles if c.members == pair)
         sides = [(self.plan.stages[n], self.problem.graph.stages[n], self.problem.costs[n]) for n in pair]
-        loop = Loop.of(cycle, sides, self.problem.items)
+        loop = Loop.of(cycle, sides, self.problem)
 
         def work(items: int) -> tuple[float, list[tuple[float, float]]]:
             seconds = loop_seconds(replace(loop, items=items), self.rng)

@@ -80,6 +80,8 @@ class CallTimes:
     """When 1/k, 2/k, … of what it made was out, in seconds of its own work (see ``callstats.Releases``)."""
     device_bytes: int = 0
     """Memory of one of its devices (0: a CPU slot, which has what the machine has)."""
+    taken: tuple[tuple[str, int, float], ...] = ()
+    """(channel, items that the call took from it, their weight); pairs of two channels under the first one's."""
 
     @property
     def work(self) -> float:

@@ -137,7 +137,8 @@ def check_ppo(algorithm: Any, root: Any) -> Iterator[str]:
     """What is wrong with the critic, or with levels that do not go together."""
     if algorithm.advantage in IN_GROUPS:
         yield f"algorithm.advantage: {algorithm.advantage!r} compares episodes in groups; use algorithm=embodied_grpo"
-    level, values = algorithm.reward_level, root.model.value_level
+    level = algorithm.reward_level
+    values = root.model.value_level if "value_level" in root.model else level  # a policy's own schema may not say
     if values == "none":
         yield (
             f"model.value_level: none, and algorithm=embodied_ppo trains a critic; use {level}, or "
@@ -161,7 +162,7 @@ def check_grpo(algorithm: Any, root: Any) -> Iterator[str]:
     """What is wrong with groups, or with a critic that nobody trains."""
     if algorithm.advantage == "gae":
         yield "algorithm.advantage: gae needs a critic; use algorithm=embodied_ppo"
-    if root.model.value_level != "none":
+    if "value_level" in root.model and root.model.value_level != "none":
         yield (
             f"model.value_level: {root.model.value_level}, and algorithm=embodied_grpo does not train a critic; use "
             "model.value_level=none"

@@ -51,6 +51,7 @@ class MetaWorld(Env):
 
     name: str = key("metaworld", "environment plugin")
     task: str = key("reach-v3", "MetaWorld task")
+    goals: int = key(0, "how many places of goal and objects there are; 0: new ones in each episode", min=0)
     max_episode_steps: int | None = key(150, "time limit in steps; null: the simulator's 500", min=1, max=500)
 
 

@@ -28,6 +28,9 @@ class Libero(Env):
     max_episode_steps: int | None = key(None, "time limit in steps; null: the usual one of the suite", min=1)
     image_size: int = key(128, "side of the pictures in pixels", min=8)
     wrist_image: bool = key(True, "the wrist camera's picture too, which takes as long as the other one")
+    reflections: bool = key(
+        True, "draw what the table reflects, as LIBERO does; without it pictures take half the time and differ a little"
+    )
     settle_steps: int = key(10, "steps without motion before an episode, in which objects come to rest", min=0)
     hard_reset: bool = key(False, "build the simulation anew for each episode, which takes ten times as long")
     reward: str = key(

@@ -30,7 +30,9 @@ class Mlp:
     value_level: str = _key(
         "action", "one value for each step of a decision, one for all of it, or no critic", choices=VALUE_LEVELS
     )
-    log_std_init: float = _key(0.0, "logarithm of the first standard deviation of actions that are numbers", max=5.0)
+    log_std_init: float = _key(
+        0.0, "logarithm of the first standard deviation of actions that are numbers", min=-20.0, max=5.0
+    )
     squash: bool = _key(False, "actions that are numbers go through tanh to their bounds, instead of being clipped")
     normalise_observations: bool = _key(False, "divide observations by their running standard deviation, less the mean")
     dtype: str = _key("float32", "number format of weights and computation", choices=("float32", "float64"))

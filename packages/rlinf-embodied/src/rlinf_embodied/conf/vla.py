@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlinf_core.registry import check_name
+
 DTYPES = ("float32", "float64", "bfloat16")
 FAMILIES = ("llama", "qwen2")
 VISION = ("siglip", "dinosiglip")
@@ -57,7 +59,8 @@ class Vla:
     unnorm_key: str | None = _key(None, "which action statistics of the directory; null: the only ones")
 
     def validate(self, root: Any) -> list[str]:
-        return check_tiny(self.tiny) if self.path is None else check_path(self.path)
+        problems = check_name("rlinf.policies", self.name, "model.name")
+        return problems + (check_tiny(self.tiny) if self.path is None else check_path(self.path))
 
 
 def check_tiny(tiny: Any) -> list[str]:

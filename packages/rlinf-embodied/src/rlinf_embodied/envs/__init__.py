@@ -9,8 +9,9 @@ from rlinf_core.errors import ConfigError, RLinfError, describe
 from rlinf_core.registry import Registry
 from rlinf_embodied.envs.base import Box, Discrete, EnvSpec, Observation, SingleEnv, StepResult, Text, VectorEnv
 from rlinf_embodied.envs.checks import SimulatorError
+from rlinf_embodied.envs.fleet import setting
 from rlinf_embodied.envs.seeds import derive_seed, episode_seed
-from rlinf_embodied.envs.vector import PerEnv, setting
+from rlinf_embodied.envs.vector import PerEnv
 
 __all__ = [
     "Box",

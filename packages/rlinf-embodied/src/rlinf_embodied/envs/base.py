@@ -133,7 +133,10 @@ class VectorEnv(Protocol):
 
 
 class SingleEnv(Protocol):
-    """One environment, as ``PerEnv`` wants it. No autoreset, no time limit, no checks: ``PerEnv`` does those."""
+    """One environment, as ``PerEnv`` wants it. No autoreset, no time limit, no checks: ``PerEnv`` does those.
+
+    One that has a true ``cut`` (bool) after a step was cut by the simulator itself in it, whatever the time limit.
+    """
 
     def reset(self, seed: int) -> Observation:
         """A new episode whose initial state is a function of ``seed``; observation without a leading dimension."""

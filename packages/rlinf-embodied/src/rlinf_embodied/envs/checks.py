@@ -26,7 +26,6 @@ class ActionChecker:
         self._space = space
         self._indices = indices
         self._shape = (len(indices), *space.shape)
-        self._low: NDArray[np.float64] | None = None
         if isinstance(space, Box):
             self._dtype = np.dtype(space.dtype)
             self._low, self._high = np.asarray(space.low, np.float64), np.asarray(space.high, np.float64)
@@ -39,7 +38,7 @@ class ActionChecker:
         """
         actions = np.asarray(actions)
         self.shape(actions)
-        return self._box(actions, active) if self._low is not None else self._discrete(actions, active)
+        return self._box(actions, active) if isinstance(self._space, Box) else self._discrete(actions, active)
 
     def shape(self, actions: NDArray[Any]) -> None:
         """That there is one action for each environment, of the right shape."""
@@ -48,6 +47,16 @@ class ActionChecker:
                 f"actions have shape {list(actions.shape)}; {self._shape[0]} environments with actions of shape "
                 f"{list(self._shape[1:])} take {list(self._shape)}"
             )
+
+    def running(self, active: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+        """Which environments are stepped [N]: all of them when ``active`` is ``None``."""
+        n = self._shape[0]
+        if active is None:
+            return np.ones(n, dtype=np.bool_)
+        active = np.array(active)
+        if active.shape != (n,) or active.dtype != np.bool_:
+            raise ConfigError(f"active is [{n}] of bool, not {list(active.shape)} of {active.dtype}")
+        return active
 
     def _box(self, actions: NDArray[Any], active: NDArray[np.bool_] | None) -> NDArray[Any]:
         if actions.dtype.kind not in "fiu":
@@ -65,7 +74,7 @@ class ActionChecker:
     def _refuse_unfinite(
         self, actions: NDArray[Any], finite: NDArray[np.bool_], active: NDArray[np.bool_] | None
     ) -> None:
-        bad = ~finite.reshape(len(finite), -1).all(axis=1)
+        bad: NDArray[np.bool_] = np.logical_not(finite.reshape(len(finite), -1).all(axis=1))
         if active is not None:
             bad &= active
         if bad.any():
@@ -84,9 +93,9 @@ class ActionChecker:
         low, high = 0, self._space.n
         numbers = actions.tolist()
         if min(numbers) < low or max(numbers) >= high:
-            bad = (actions < low) | (actions >= high)
+            bad: NDArray[np.bool_] = np.logical_or(actions < low, actions >= high)
             if active is not None:
-                bad &= active
+                np.logical_and(bad, active, out=bad)
             if bad.any():
                 i = int(np.flatnonzero(bad)[0])
                 raise ConfigError(
@@ -94,6 +103,14 @@ class ActionChecker:
                     f"{high - 1}{_others(bad)}"
                 )
         return list(actions.astype(np.int64))
+
+
+def check_picture(picture: NDArray[Any], who: str) -> None:
+    """That it is [H, W, 3] of uint8."""
+    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+        raise SimulatorError(
+            f"{who} is shown as {list(picture.shape)} of {picture.dtype}; a picture is [H, W, 3] of uint8"
+        )
 
 
 def check_observation(spec: EnvSpec, obs: Observation, who: str) -> None:

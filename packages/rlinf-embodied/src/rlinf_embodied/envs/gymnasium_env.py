@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +14,15 @@ from numpy.typing import NDArray
 from rlinf_core.errors import ConfigError, MissingExtraError, nearest
 from rlinf_embodied.envs.base import Box, Discrete, EnvSpec, Observation
 from rlinf_embodied.envs.checks import SimulatorError
+from rlinf_embodied.envs.drawing import load_mujoco, mujoco_picture
+from rlinf_embodied.envs.fleet import own_arguments, setting
 from rlinf_embodied.envs.seeds import narrow
-from rlinf_embodied.envs.vector import PerEnv, setting
+from rlinf_embodied.envs.vector import PerEnv
 
 if TYPE_CHECKING:
     import gymnasium
 
 REQUIRES = {"gymnasium": "gymnasium"}
-
-
-def headless_default() -> None:
-    """Let MuJoCo draw without a display where there is none, unless the user says how."""
-    if not os.environ.get("DISPLAY") and not os.environ.get("WAYLAND_DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
 
 
 class GymnasiumEnv(PerEnv):
@@ -43,9 +39,8 @@ class GymnasiumEnv(PerEnv):
     """
 
     def __init__(self, cfg: Any, indices: Sequence[int], seed: int) -> None:
-        headless_default()
         self._registered = find_spec(cfg["id"], setting(cfg, "module", None))
-        self._kwargs = dict(cfg["kwargs"].items()) if "kwargs" in cfg else {}
+        self._kwargs = own_arguments(cfg)
         self._own_limit = setting(cfg, "max_episode_steps", None) or self._registered.max_episode_steps
         if self._own_limit is None:
             raise ConfigError(f"env.max_episode_steps: {cfg['id']} has no time limit of its own; give one in steps")
@@ -76,19 +71,29 @@ class GymnasiumSingle:
         self._id = id
 
     def reset(self, seed: int) -> Observation:
-        obs, _ = self.env.reset(seed=narrow(seed))
-        return self._convert(obs)
+        result = self.env.reset(seed=narrow(seed))
+        if not isinstance(result, tuple) or len(result) != 2:  # an array of two numbers would unpack too
+            raise ConfigError(f"env.id={self._id}: reset gives no pair (observation, info), as gymnasium wants it")
+        return self._convert(result[0])
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool]:
-        obs, reward, terminated, self.cut, info = self.env.step(action + self._start if self._start else action)
+        result = self.env.step(action + self._start if self._start else action)
+        try:
+            obs, reward, terminated, self.cut, info = result
+        except ValueError as error:
+            raise ConfigError(
+                f"env.id={self._id}: step gives {len(result)} values, and gymnasium wants (observation, reward, "
+                "terminated, truncated, info); those of before gymnasium 0.26 need a wrapper"
+            ) from error
         success = bool(info and (info.get("success") or info.get("is_success")))
         return self._convert(obs), float(reward), terminated, success
 
     def render(self) -> NDArray[np.uint8]:
-        picture = self.env.render() if self.env.render_mode == "rgb_array" else None
-        if picture is None:
+        if self.env.render_mode != "rgb_array":
             raise SimulatorError(f"env.id={self._id} cannot be shown: it has no render mode rgb_array")
-        return np.asarray(picture)
+        if hasattr(self.env.unwrapped, "mujoco_renderer"):
+            return mujoco_picture(self.env.render)
+        return np.asarray(self.env.render())
 
     def close(self) -> None:
         self.env.close()
@@ -122,6 +127,8 @@ def make_bare(registered: Any, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any
     spec.max_episode_steps = None
     spec.order_enforce = False
     spec.disable_env_checker = True
+    if "mujoco" in str(spec.entry_point) and importlib.util.find_spec("mujoco") is not None:
+        load_mujoco()
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     metadata = getattr(creator, "metadata", None) or {}
     options = dict(kwargs)

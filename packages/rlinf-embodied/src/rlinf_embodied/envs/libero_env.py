@@ -132,21 +132,23 @@ class LiberoSingle:
         self._task = task
         self._settle = int(cfg["settle_steps"])
         self._reward = load_reward(str(cfg["reward"]))
+        self._reflections = bool(cfg["reflections"])
         self._side = int(cfg["image_size"])
         self._cameras = {"image": AGENT, **({"wrist_image": WRIST} if cfg["wrist_image"] else {})}
         options = {"hard_reset": bool(cfg["hard_reset"]), **dict(cfg["kwargs"].items())}
         os.environ.setdefault("MUJOCO_GL", "egl")  # robosuite draws off screen alone here
-        from libero.libero.envs import OffScreenRenderEnv
-
         try:
-            self._env = OffScreenRenderEnv(
-                bddl_file_name=str(task.file),
-                camera_names=list(self._cameras.values()),
-                camera_heights=self._side,
-                camera_widths=self._side,
-                ignore_done=True,  # it would refuse steps after 1,000
-                **options,
-            )
+            with _visible_devices_by_number():
+                from libero.libero.envs import OffScreenRenderEnv
+
+                self._env = OffScreenRenderEnv(
+                    bddl_file_name=str(task.file),
+                    camera_names=list(self._cameras.values()),
+                    camera_heights=self._side,
+                    camera_widths=self._side,
+                    ignore_done=True,  # it would refuse steps after 1,000
+                    **options,
+                )
         except TypeError as error:
             raise ConfigError(f"env.kwargs: LIBERO does not take {options}: {error}") from error
         except Exception as error:
@@ -160,6 +162,10 @@ class LiberoSingle:
         self._picture = np.zeros((self._side, self._side, 3), dtype=np.uint8)
 
     def reset(self, seed: int) -> Observation:
+        with _visible_devices_by_number():
+            return self._reset(seed)
+
+    def _reset(self, seed: int) -> Observation:
         number = seed % len(self._task.states)
         env = self._env
         with self._no_pictures():
@@ -170,6 +176,11 @@ class LiberoSingle:
             env.set_init_state(self._task.states[number])
             for _ in range(self._settle):
                 env.step(STILL)
+        if not self._reflections:
+            import mujoco
+
+            flags = env.sim._render_context_offscreen.scn.flags
+            flags[int(mujoco.mjtRndFlag.mjRND_REFLECTION)] = False
         for observable in self._observables():
             observable.reset()  # when the next sample is due
         env.env._update_observables(force=True)
@@ -222,6 +233,21 @@ class LiberoSingle:
         finally:
             for name in names:
                 table[name].set_enabled(True)
+
+
+@contextmanager
+def _visible_devices_by_number() -> Iterator[None]:
+    """robosuite takes ``CUDA_VISIBLE_DEVICES`` for numbers of what can draw. Where it is none (empty: no GPU, or unique
+    names), the first device draws, or ``MUJOCO_EGL_DEVICE_ID``."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None or all(name.strip().isdigit() for name in names.split(",")):
+        yield
+        return
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    try:
+        yield
+    finally:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names
 
 
 def _axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,8 +12,9 @@ from rlinf_core.errors import ConfigError, nearest
 from rlinf_embodied.envs import maniskill_without_vulkan
 from rlinf_embodied.envs.base import Box, EnvSpec, Observation
 from rlinf_embodied.envs.checks import SimulatorError
+from rlinf_embodied.envs.fleet import own_arguments, setting
 from rlinf_embodied.envs.seeds import narrow
-from rlinf_embodied.envs.vector import PerEnv, setting
+from rlinf_embodied.envs.vector import PerEnv
 
 REQUIRES = {"mani_skill": "maniskill", "sapien": "maniskill"}
 
@@ -105,7 +106,7 @@ def time_limit(cfg: Any, task: Any) -> int:
 
 def make_task(cfg: Any, task: Any, options: dict[str, Any]) -> Any:
     """The bare environment of a task, without ManiSkill's wrappers."""
-    given = dict(cfg["kwargs"].items()) if "kwargs" in cfg else {}
+    given = own_arguments(cfg)
     if given.setdefault("obs_mode", "state") != "state":
         raise ConfigError(f"env.kwargs.obs_mode: observations are states here (state), not {given['obs_mode']}")
     for key in ("control_mode", "reward_mode"):

@@ -6,6 +6,7 @@ ManiSkill makes materials for pictures while it builds a scene, also when nothin
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 
@@ -26,7 +27,10 @@ class NoMaterial:
 
 def has_vulkan() -> bool:
     """Whether SAPIEN finds a device to draw with."""
-    import sapien
+    with warnings.catch_warnings():
+        # That it brings a Vulkan loader of its own where the system has none.
+        warnings.filterwarnings("ignore", "Failed to find system libvulkan", UserWarning)
+        import sapien
 
     if sapien.render.RenderMaterial is NoMaterial:
         return False

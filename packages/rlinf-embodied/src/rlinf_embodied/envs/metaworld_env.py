@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from rlinf_core.errors import ConfigError, nearest
 from rlinf_embodied.envs.base import Box, EnvSpec, Observation
-from rlinf_embodied.envs.gymnasium_env import headless_default
+from rlinf_embodied.envs.drawing import load_mujoco, mujoco_picture
+from rlinf_embodied.envs.fleet import own_arguments, setting
 from rlinf_embodied.envs.seeds import derive_seed, narrow
-from rlinf_embodied.envs.vector import PerEnv, setting
+from rlinf_embodied.envs.vector import PerEnv
 
 REQUIRES = {"metaworld": "metaworld"}
 
@@ -34,15 +35,14 @@ class MetaWorldEnv(PerEnv):
     """
 
     def __init__(self, cfg: Any, indices: Sequence[int], seed: int) -> None:
-        headless_default()
         self._class = find_task(cfg["task"])
         self._goals = int(setting(cfg, "goals", 0))
         own = int(self._class.max_path_length)
         self._own_limit = int(setting(cfg, "max_episode_steps", None) or own)
         if self._own_limit > own:
             raise ConfigError(f"env.max_episode_steps={self._own_limit}: MetaWorld's episodes have at most {own} steps")
-        given = dict(cfg["kwargs"].items()) if "kwargs" in cfg else {}
-        self._kwargs = {"render_mode": "rgb_array", "camera_name": "corner2", "width": 256, "height": 256, **given}
+        self._kwargs = {"render_mode": "rgb_array", "camera_name": "corner2", "width": 256, "height": 256}
+        self._kwargs |= own_arguments(cfg)
         super().__init__(cfg, indices, seed)
 
     def make(self, index: int) -> MetaWorldSingle:
@@ -87,7 +87,7 @@ class MetaWorldSingle:
         return {"state": obs}, float(reward), bool(terminated), bool(info["success"])
 
     def render(self) -> NDArray[np.uint8]:
-        picture = np.asarray(self.env.render())
+        picture = mujoco_picture(self.env.render)
         # Several of MetaWorld's cameras hang head down: what is up in the picture points down in the world.
         camera = self.env.mujoco_renderer.camera_id
         if camera is not None and camera >= 0 and self.env.data.cam_xmat[camera].reshape(3, 3)[2, 1] < 0:
@@ -100,6 +100,7 @@ class MetaWorldSingle:
 
 def find_task(name: str) -> Any:
     """The class of a task; names the nearest when there is none."""
+    load_mujoco()
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
     if name not in ALL_V3_ENVIRONMENTS:

@@ -5,8 +5,6 @@ Shape legend: N environments, A the shape of one action.
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,19 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_core.errors import ConfigError, RLinfError, describe
-from rlinf_embodied.envs.base import Box, EnvSpec, Observation, SingleEnv, StepResult, Text
-from rlinf_embodied.envs.checks import ActionChecker, FiniteRows, SimulatorError, check_observation
+from rlinf_embodied.envs.base import Box, Observation, StepResult, Text
+from rlinf_embodied.envs.checks import ActionChecker, FiniteRows, SimulatorError, check_observation, check_picture
+from rlinf_embodied.envs.fleet import Fleet, log
 from rlinf_embodied.envs.seeds import episode_seed
 
-log = logging.getLogger("rlinf.envs")
 
-
-def setting(cfg: Any, key: str, default: Any) -> Any:
-    """The value of a key that a plugin of someone else's need not have in its schema."""
-    return cfg[key] if key in cfg else default  # noqa: SIM401 - a Config has no get
-
-
-class PerEnv:
+class PerEnv(Fleet):
     """N environments of one task, each a ``SingleEnv``. A plugin subclasses it with ``make`` and ``describe``.
 
     The k-th episode of environment i begins with ``episode_seed(seed, i, k)``. An episode is cut at
@@ -41,29 +33,12 @@ class PerEnv:
         seed: root seed.
     """
 
-    spec: EnvSpec
-    indices: Sequence[int]
     episodes: list[int]
     """By environment, the number of its next episode that is not begun with a seed from outside. May be set."""
 
     def __init__(self, cfg: Any, indices: Sequence[int], seed: int) -> None:
-        if not len(indices):
-            raise ConfigError("a vector of environments has at least one")
-        self.cfg = cfg
+        super().__init__(cfg, indices)
         self.seed = int(seed)
-        self.indices = tuple(int(index) for index in indices)
-        self.restarts = 0
-        self._max_restarts = int(setting(cfg, "max_restarts", 0))
-        self._envs: list[SingleEnv] = []
-        # Simulators that draw print tracebacks when they are left to the end of the interpreter.
-        weakref.finalize(self, _close, self._envs)
-        try:
-            for index in self.indices:
-                self._envs.append(self.make(index))
-            self.spec = self.describe(self._envs[0])
-        except BaseException:
-            self.close()
-            raise
         n = len(self.indices)
         self.episodes = [0] * n
         self._check = ActionChecker(self.spec.action, self.indices)
@@ -80,16 +55,6 @@ class PerEnv:
         self._reward = np.zeros(n)
         self._finite = [FiniteRows(self._reward, "the reward", self.indices)]
         self._finite += [FiniteRows(rows, f"observation {key!r}", self.indices) for key, rows in self._floats]
-
-    # -- what a plugin says ------------------------------------------------------------------------------------------
-
-    def make(self, index: int) -> SingleEnv:
-        """A new simulator for the run's environment ``index``."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to make an environment")
-
-    def describe(self, env: SingleEnv) -> EnvSpec:
-        """Spaces and time limit, from the first simulator."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its environments look like")
 
     # -- VectorEnv ---------------------------------------------------------------------------------------------------
 
@@ -112,9 +77,7 @@ class PerEnv:
         if active is None:
             running: Sequence[int] = range(n)
         else:
-            active = np.asarray(active)
-            if active.shape != (n,) or active.dtype != np.bool_:
-                raise ConfigError(f"active is [{n}] of bool, not {list(active.shape)} of {active.dtype}")
+            active = self._check.running(active)
             running = np.flatnonzero(active).tolist()
         checked = self._check(actions, active)
         if None in self._seeds:
@@ -155,11 +118,8 @@ class PerEnv:
                 raise
             except Exception as error:
                 raise SimulatorError(f"environment {self.indices[i]} cannot be shown: {describe(error)}") from error
-            if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
-                raise SimulatorError(
-                    f"environment {self.indices[i]} is shown as {list(picture.shape)} of {picture.dtype}; a picture is "
-                    "[H, W, 3] of uint8"
-                )
+            self._drew()
+            check_picture(picture, f"environment {self.indices[i]}")
             pictures.append(picture)
         return pictures
 
@@ -188,9 +148,6 @@ class PerEnv:
                 self._begin(i, kept["seed"])
                 self._replay(i, kept["actions"], kept["floats"])
             self.episodes[i] = kept["next"]
-
-    def close(self) -> None:
-        _close(self._envs)
 
     def _simulate(
         self, running: Sequence[int], actions: Any, into: tuple[NDArray[Any], ...], dropped: dict[int, str]
@@ -311,25 +268,3 @@ class PerEnv:
         self._begin(i, None)
         log.warning("%s; started again (%d of %d)", reason, self.restarts, self._max_restarts)
         return reason
-
-    def _remake(self, i: int, error: Exception, when: str) -> None:
-        if self.restarts >= self._max_restarts:
-            raise SimulatorError(
-                f"environment {self.indices[i]} failed {when}: {describe(error)}; "
-                + (
-                    f"simulators were started again {self.restarts} times already (env.max_restarts)"
-                    if self._max_restarts
-                    else "it is not started again (env.max_restarts=0)"
-                )
-            ) from error
-        self.restarts += 1
-        _close([self._envs[i]])
-        self._envs[i] = self.make(self.indices[i])
-
-
-def _close(envs: list[SingleEnv]) -> None:
-    while envs:
-        try:
-            envs.pop().close()
-        except Exception as error:
-            log.warning("a simulator could not be closed: %s", describe(error, 300))

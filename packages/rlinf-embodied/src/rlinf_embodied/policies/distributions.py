@@ -74,12 +74,17 @@ class Gaussian(nn.Module):
         self.tokens = self.width = math.prod(space.shape)
         self.squash = squash
         self.log_std = nn.Parameter(torch.full((chunk * self.tokens,), log_std, dtype=dtype))
-        if squash and not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        if squash:
+            self._bounds(space)
+
+    def _bounds(self, space: Box) -> None:
+        """Middle and half width of each number's range."""
+        if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise ConfigError("model.squash: the environment's actions have no bounds to squash to; set it to false")
+        if not (space.low < space.high).all():
+            raise ConfigError("model.squash: an action's lower bound is not below its upper one; set it to false")
         self.middle = (0.5 * (space.low + space.high)).reshape(-1)
         self.reach = (0.5 * (space.high - space.low)).reshape(-1)
-        if squash and not (self.reach > 0.0).all():
-            raise ConfigError("model.squash: an action's lower bound is not below its upper one; set it to false")
 
     def act(self, outputs: NDArray[Any], uniform: NDArray[np.float64] | None) -> Drawn:
         """Draw by the inverse of the normal distribution, or take the mean (``uniform`` is None).

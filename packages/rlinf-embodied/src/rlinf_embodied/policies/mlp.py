@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,24 @@ class MlpPolicy(nn.Module):
         data = {"policy": "mlp", "model": model, "environment": to_data(spec)}
         (path / "policy.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights.items()}, path / "weights.pt")
+
+    @classmethod
+    def load(cls, path: Path) -> MlpPolicy:
+        """The policy that ``export`` wrote to the directory ``path``.
+
+        Raises:
+            ConfigError: the directory has no policy of this kind.
+        """
+        from rlinf_core.config import Config
+        from rlinf_embodied.specfile import from_data
+
+        try:
+            data = json.loads((path / "policy.json").read_text(encoding="utf-8"))
+            made = cls(Config(data["model"]), from_data(data["environment"]), 0)
+            made.load_state_dict(torch.load(path / "weights.pt", map_location="cpu", weights_only=True))
+        except (OSError, EOFError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ConfigError(f"{path} has no exported policy mlp: {type(error).__name__}: {error}") from error
+        return made.eval()
 
 
 _NUMPY: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}

@@ -16,11 +16,11 @@ LEVELS = ("token", "action", "chunk")
 """From fine to coarse."""
 
 
-def join(values: Tensor, steps: Tensor, level: str) -> Tensor:
+def join(values: Tensor, steps: Tensor | None, level: str) -> Tensor:
     """Sums of log-probs (or entropies) [N, C, D] over each unit: [N, U].
 
-    ``steps`` [N, C] bool are the steps that were made: a chunk's log-prob is that of those alone, for the rest of it
-    was never done.
+    ``steps`` [N, C] bool are the steps that were made, read for chunks of several: a chunk's log-prob is that of those
+    alone, for the rest of it was never done.
     """
     n, c, d = values.shape
     if level == "token":
@@ -28,6 +28,7 @@ def join(values: Tensor, steps: Tensor, level: str) -> Tensor:
     actions = values.reshape(n, c) if d == 1 else values.sum(-1)
     if level == "action" or c == 1:
         return actions
+    assert steps is not None
     return actions.masked_fill(~steps, 0.0).sum(-1, keepdim=True)
 
 

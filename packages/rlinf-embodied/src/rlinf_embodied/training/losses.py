@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf_algos import LossInputs, entropy_loss, loss
+from rlinf_algos import LossInputs, entropy_loss, loss, masked_sum
 from rlinf_algos.errors import AlgorithmError
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import Batch
@@ -21,12 +21,13 @@ CLIPPED = ("ppo", "dapo", "decoupled_ppo")
 
 
 class UpdateLoss:
-    """sum of the policy loss + entropy bonus over units, + value loss over values, weighed so that one count, that of
-    the units, divides all of it.
+    """Sum of the policy loss + entropy bonus over units, + value loss over values, weighed so that one count, that of
+    the policy loss, divides all of it.
 
-    Reads of the micro-batch: ``steps`` [b, C], ``mask``, ``old_logprobs``, ``advantages`` [b, U], ``weights`` [b, U]
-    where episodes weigh the same, ``returns``, ``old_values``, ``value_mask`` [b, V] with a critic, ``value_share``: by
-    what a value's loss is multiplied (units over values of the whole minibatch).
+    Reads of the micro-batch: ``mask``, ``old_logprobs``, ``advantages`` [b, U], ``weights`` [b, U] where episodes weigh
+    the same, ``steps`` [b, C] for log-probs of chunks; with a critic ``returns``, ``old_values`` where values are
+    clipped, ``value_mask`` [b, V] where it is not ``mask``, and ``value_share``: by what a value's loss is multiplied
+    (the policy loss's count over values, of the whole minibatch).
     What it reports is added up in ``sums``, not returned: a number each would cost more than it is worth.
     """
 
@@ -35,11 +36,14 @@ class UpdateLoss:
         self.entropy: float = algorithm.entropy_coef
         self.value: float = algorithm.value_coef if critic else 0.0
         self.policy, self.options = _chosen(algorithm)
+        how = {name: getattr(self.options, name, None) for name in ("aggregation", "divisor")}
+        self.by_rows = (how["aggregation"] or "token_mean") != "token_mean"
+        """Whether the loss counts decisions, not units."""
+        self.bonus = {name: value for name, value in how.items() if value is not None}
         self.critic = None
         if critic:
             self.critic = loss("value")
             self.critic_options = self.critic.make_options({"clip": algorithm.value_clip, "kind": algorithm.value_loss})
-            self.clip_values = algorithm.value_clip is not None
         self.names: tuple[str, ...] = ()
         self.sums: Tensor | None = None
 
@@ -52,8 +56,9 @@ class UpdateLoss:
         return {} if self.sums is None else dict(zip(self.names, self.sums.tolist(), strict=True))
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float, dict[str, float]]:
-        steps, mask = batch["steps"], batch["mask"]
-        policy = self.policy(
+        mask, steps = batch["mask"], batch.get("steps")
+        checked = self.sums is not None  # what a batch has, and the options, are the same in all of an update
+        policy = (self.policy.compute if checked else self.policy)(
             LossInputs(
                 logprobs=levels.join(outputs["logprobs"], steps, self.level),
                 old_logprobs=batch["old_logprobs"],
@@ -65,18 +70,20 @@ class UpdateLoss:
         )
         total = policy.sum
         noted: dict[str, Tensor] = {"policy": policy.sum.detach(), **policy.metrics}
-        entropy = outputs["entropy"] if self.entropy else outputs["entropy"].detach()
-        bonus = entropy_loss(levels.join(entropy, steps, self.level), mask)
-        noted["entropy"] = bonus.metrics["entropy"]
+        entropy = levels.join(outputs["entropy"], steps, self.level)
         if self.entropy:
+            bonus = entropy_loss(entropy, mask, **self.bonus)
             total = total + self.entropy * bonus.sum
+            noted["entropy"] = bonus.metrics["entropy"]
+        else:
+            noted["entropy"] = masked_sum(entropy.detach(), mask)
         if self.critic is not None:
-            value = self.critic(
+            value = (self.critic.compute if checked else self.critic)(
                 LossInputs(
                     values=outputs["values"],
                     returns=batch["returns"],
-                    old_values=batch["old_values"] if self.clip_values else None,
-                    mask=batch["value_mask"],
+                    old_values=batch.get("old_values"),
+                    mask=batch.get("value_mask", mask),
                 ),
                 self.critic_options,
             )

@@ -5,7 +5,7 @@ Shape legend: M decisions of all ranks, N of this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,12 +33,12 @@ class Dealing:
         self.place = torch.full((total,), -1)
         self.place[self.numbers] = torch.arange(len(self.numbers))
 
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """(numbers among all, this rank's own places) of each minibatch of an epoch, shuffled by (seed, step, epoch).
 
         Minibatches are as equal in size as can be, so that none is a small rest.
         """
         order = torch.from_numpy(np.random.default_rng([*self.key, number]).permutation(self.total))
-        for everyone in torch.tensor_split(order, self.parts):
-            own = self.place[everyone]
-            yield everyone, own if len(self.numbers) == self.total else own[own >= 0]
+        everyone = list(torch.tensor_split(order, self.parts))
+        own = [self.place[part] for part in everyone]
+        return everyone, own if len(self.numbers) == self.total else [part[part >= 0] for part in own]

@@ -24,9 +24,3 @@ def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         for name, (parts, over) in _MEANS.items()
         if over in sums and all(part in sums for part in parts)
     }
-
-
-def add_up(sums: dict[str, float], more: Mapping[str, float]) -> None:
-    """Add each of ``more`` to ``sums``."""
-    for name, value in more.items():
-        sums[name] = sums.get(name, 0.0) + value

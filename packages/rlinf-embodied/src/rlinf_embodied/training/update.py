@@ -6,12 +6,14 @@ Shape legend: M decisions of all ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlinf_algos import RewardStatistics
+from rlinf_core.errors import ConfigError
 from rlinf_core.types import StepInfo, Trainer, Trajectory
 from rlinf_embodied.episodes import Episode, summarise
 from rlinf_embodied.policies.base import Policy
@@ -19,7 +21,7 @@ from rlinf_embodied.training.advantages import Found, InGroups, OverTime
 from rlinf_embodied.training.batch import Rollout, collect
 from rlinf_embodied.training.losses import UpdateLoss
 from rlinf_embodied.training.minibatches import Dealing
-from rlinf_embodied.training.report import add_up, loss_metrics
+from rlinf_embodied.training.report import loss_metrics
 from rlinf_embodied.training.scaling import merged
 from rlinf_embodied.training.tensors import Tensors
 
@@ -46,7 +48,10 @@ class Update:
         self.target_kl: float | None = algorithm.target_kl
         self.by_episode: bool = algorithm.length_normalised
         self.critic = isinstance(advantages, OverTime)
+        self.clip_values: bool = self.critic and algorithm.value_clip is not None
         self.loss = UpdateLoss(algorithm, critic=self.critic)
+        self.limit = max(1, trainer.micro_batch_tokens // size_of(policy))
+        """Decisions of one forward and backward, at most."""
         self.decisions = 0
         self.env_steps = 0
         self.idle = 0
@@ -65,29 +70,28 @@ class Update:
         mine = self.trainer.share(trajectories)
         rollout = collect(mine, policy, first_only=not self.critic)
         found = self.advantages(self.trainer, rollout)
-        batch = Tensors(rollout, found, self.level, critic=self.critic)
-        counts = torch.bincount(batch.slots, minlength=len(rollout.slots)).tolist()
+        batch = Tensors(rollout, found, self.level, critic=self.critic, clip_values=self.clip_values)
         facts = {
-            "counts": dict(zip(rollout.slots, counts, strict=True)),
-            "steps": dict(zip(rollout.slots, batch.steps_of_slots(), strict=True)),
-            "episodes": dict(zip(rollout.slots, [info.get("episodes", ()) for info in rollout.infos], strict=True)),
-            "made": int(rollout.steps.sum()),
+            "decisions": batch.of_slots(),
+            "episodes": {s: info.get("episodes", ()) for s, info in zip(rollout.slots, rollout.infos, strict=True)},
+            "steps": int(rollout.steps.sum()),
             "parts": batch.parts,
         }
         everyone = self.trainer.gather(facts)
-        deal = Dealing(_together(everyone, "counts"), rollout.slots, self.size, self.seed, step)
-        made = _together(everyone, "steps")
-        steps = torch.cat([made[slot] for slot in sorted(made)]) if made else torch.zeros(0, dtype=torch.long)
+        decisions = _together(everyone, "decisions")
+        counts = {slot: len(steps) for slot, steps in decisions.items()}
+        deal = Dealing(counts, rollout.slots, self.size, self.seed, step)
+        made = torch.cat([decisions[slot] for slot in sorted(decisions)]) if decisions else torch.zeros(0)
         if self.by_episode:
-            batch.weigh(steps, sum(part["parts"] for part in everyone), policy.tokens)
+            batch.weigh(made, sum(part["parts"] for part in everyone), policy.tokens)
         metrics = self._moments(rollout, found) if self.critic else {}
         metrics |= found.metrics
-        metrics |= self._epochs(batch, deal, steps)
+        metrics |= self._epochs(batch, deal, made)
         if policy_runs(policy):
             self._observe(rollout)
         episodes: list[Episode] = [e for slot, part in sorted(_together(everyone, "episodes").items()) for e in part]
         metrics |= summarise(episodes)
-        done = float(sum(part["made"] for part in everyone))
+        done = float(sum(part["steps"] for part in everyone))
         self.decisions += deal.total
         self.env_steps += int(done)
         metrics |= {"decisions": float(deal.total), "env_steps": done, "nothing_to_train_on": float(self.idle)}
@@ -95,54 +99,61 @@ class Update:
 
     # -- optimizer steps --------------------------------------------------------------------------------------------
 
-    def _epochs(self, batch: Tensors, deal: Dealing, steps: Tensor) -> dict[str, float]:
-        """``steps`` [M] are the environment steps of each decision of all ranks."""
-        trainer, policy = self.trainer, self.policy
+    def _epochs(self, batch: Tensors, deal: Dealing, made: Tensor) -> dict[str, float]:
+        """``made`` [M] are the environment steps of each decision of all ranks."""
+        trainer = self.trainer
         if not deal.total:
             self.idle += 1
             return {"optimizer_steps": 0.0}
-        per_step = policy.tokens if self.level == "token" else 1
-        per_chunk = policy.value_level == "chunk"
-        limit = max(1, trainer.micro_batch_tokens // size_of(policy))
         self.loss.start()
-        losses: dict[str, float] = {}
-        norms, infos = 0.0, 0
-        info: StepInfo | None = None
-        stopped = False
-        known: dict[str, float] = {}
+        done = Done()
         for epoch in range(self.epochs):
-            for numbers, own in deal.epoch(epoch):
-                made = int(steps[numbers].sum())
-                units = len(numbers) if self.level == "chunk" else made * per_step
-                share = units / (len(numbers) if per_chunk else made)
-                parts = [batch.take(part, share) for part in own.split(limit)] if len(own) else []
-                total, _, _ = trainer.accumulate(parts, self.loss)
-                add_up(losses, {"loss": total, "units": units})
-                info = trainer.step(float(units))
-                norms, infos = norms + info.grad_norm, infos + 1
-                if self.target_kl is not None:
-                    now = trainer.reduce({name: self.loss.totals().get(name, 0.0) for name in ("approx_kl", "tokens")})
-                    kl = (now["approx_kl"] - known.get("approx_kl", 0.0)) / max(
-                        now["tokens"] - known.get("tokens", 0.0), 1.0
-                    )
-                    known = now
-                    if kl > KL_SLACK * self.target_kl:
-                        stopped = True
-                        break
-            if stopped:
+            everyone, own = deal.epoch(epoch)
+            ordered, start = batch.ordered(torch.cat(own)), 0
+            for numbers, mine in zip(everyone, own, strict=True):
+                count, share = self._counts(len(numbers), int(made[numbers].sum()))
+                stop = start + len(mine)
+                parts = [ordered.take(i, min(i + self.limit, stop), share) for i in range(start, stop, self.limit)]
+                start = stop
+                loss, counted, _ = trainer.accumulate(parts, self.loss)
+                done.add(loss, counted, count, trainer.step(count))
+                if self._too_far(done):
+                    break
+            if done.stopped:
                 break
-        assert info is not None
-        sums = trainer.reduce({"loss": losses["loss"], **self.loss.totals()})
+        sums = trainer.reduce({"loss": done.loss, "counted": done.counted, **self.loss.totals()})
+        if abs(sums.pop("counted") - done.count) > 0.5:
+            raise ConfigError(
+                "algorithm.loss: it counts otherwise than its options say (aggregation=token_mean counts what mask has "
+                "true, others count decisions); losses of ranks and minibatches cannot be divided by that"
+            )
         metrics = {
-            "loss": sums.pop("loss") / losses["units"],
-            "grad_norm": norms / infos,
-            "lr": info.lr,
-            "optimizer_steps": float(infos),
-            "epochs": infos / deal.parts,
+            "loss": sums.pop("loss") / done.count,
+            "grad_norm": done.norm / done.steps,
+            "lr": done.lr,
+            "optimizer_steps": float(done.steps),
+            "epochs": done.steps / deal.parts,
         }
         if self.target_kl is not None:
-            metrics["stopped_early"] = float(stopped)
+            metrics["stopped_early"] = float(done.stopped)
         return metrics | loss_metrics(sums)
+
+    def _counts(self, decisions: int, steps: int) -> tuple[float, float]:
+        """(what a minibatch of so many decisions and steps is divided by, that over the number of its values)."""
+        by_rows = self.level == "chunk" or self.loss.by_rows
+        count = decisions if by_rows else steps * (self.policy.tokens if self.level == "token" else 1)
+        return float(count), count / (decisions if self.policy.value_level == "chunk" else steps)
+
+    def _too_far(self, done: Done) -> bool:
+        """Whether the last minibatch was so far from the old policy that the update is to stop. Collective."""
+        if self.target_kl is None:
+            return False
+        found = self.loss.totals()
+        now = self.trainer.reduce({name: found.get(name, 0.0) for name in ("approx_kl", "tokens")})
+        kl, tokens = now["approx_kl"] - done.kl, now["tokens"] - done.tokens
+        done.kl, done.tokens = now["approx_kl"], now["tokens"]
+        done.stopped = kl > KL_SLACK * self.target_kl * max(tokens, 1.0)
+        return done.stopped
 
     # -- what goes over all ranks -----------------------------------------------------------------------------------
 
@@ -186,6 +197,26 @@ class Update:
         self.advantages.restore(state["advantages"])
 
 
+@dataclass
+class Done:
+    """What the optimizer steps of an update add up to. ``loss`` and ``counted`` are this rank's, ``count`` that of all
+    ranks; ``kl`` and ``tokens`` the sums at the last look."""
+
+    loss: float = 0.0
+    counted: float = 0.0
+    count: float = 0.0
+    norm: float = 0.0
+    lr: float = 0.0
+    steps: int = 0
+    kl: float = 0.0
+    tokens: float = 0.0
+    stopped: bool = False
+
+    def add(self, loss: float, counted: float, count: float, info: StepInfo) -> None:
+        self.loss, self.counted, self.count = self.loss + loss, self.counted + counted, self.count + count
+        self.norm, self.lr, self.steps = self.norm + info.grad_norm, info.lr, self.steps + 1
+
+
 class PpoUpdate(Update):
     """PPO (arXiv 1707.06347): clipped ratios, advantages over time, a critic."""
 
@@ -201,9 +232,19 @@ class GrpoUpdate(Update):
 
 
 def load_update(cfg: Any, trainer: Trainer, policy: Policy, seed: int) -> Update:
-    """The update that ``cfg.algorithm`` describes: with a critic or in groups."""
-    kind = GrpoUpdate if "group_size" in cfg.algorithm else PpoUpdate
-    return kind(trainer, cfg, policy, seed)
+    """The update that ``cfg.algorithm`` describes: with a critic or in groups.
+
+    Raises:
+        ConfigError: an option is unknown, or the policy's values are not those of what has a reward.
+    """
+    if "group_size" in cfg.algorithm:
+        return GrpoUpdate(trainer, cfg, policy, seed)
+    if policy.value_level != cfg.algorithm.reward_level:
+        raise ConfigError(
+            f"algorithm.reward_level: {cfg.algorithm.reward_level}, but the policy {cfg.model.name} has values of "
+            f"level {policy.value_level}; the two must be equal"
+        )
+    return PpoUpdate(trainer, cfg, policy, seed)
 
 
 def size_of(policy: Policy) -> int:

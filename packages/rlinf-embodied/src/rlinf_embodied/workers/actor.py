@@ -17,6 +17,9 @@ from rlinf_embodied.specfile import read_spec
 if TYPE_CHECKING:
     import torch
 
+SMALL = 1_000_000
+"""A network with fewer parameters is small."""
+
 
 class Actor(Worker):
     """Trains the policy with the trainer backend that ``cfg.trainer.name`` names; its ranks are data parallel.
@@ -59,6 +62,7 @@ class Actor(Worker):
             spec = read_spec(self.run_dir)
             self.trainer, policy = self._training.load_trainer(self.cfg, spec, self.parallel, self.seed)
             self._update = self._training.load_update(self.cfg, self.trainer, policy, self.seed)
+            self._limit_threads(policy)
 
     @task
     def train(self, trajectories: In[Trajectory]) -> dict[str, float]:
@@ -100,6 +104,14 @@ class Actor(Worker):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.trainer.weights()
+
+    def _limit_threads(self, policy: Any) -> None:
+        """A small network is computed by one thread: it is no faster with more, and far slower where others want the
+        cores too."""
+        import torch
+
+        if sum(parameter.numel() for parameter in policy.parameters()) < SMALL:
+            torch.set_num_threads(1)
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> Path:
         """Keep a batch that broke the numbers, for a look afterwards."""

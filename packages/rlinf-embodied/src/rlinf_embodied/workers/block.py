@@ -31,9 +31,9 @@ def joined(parts: Sequence[Observation]) -> Observation:
     if len(parts) == 1:
         return parts[0]
     return {
-        key: [text for part in parts for text in part[key]] if isinstance(value, list) else np.concatenate(
-            [part[key] for part in parts]
-        )
+        key: [text for part in parts for text in part[key]]
+        if isinstance(value, list)
+        else np.concatenate([part[key] for part in parts])
         for key, value in parts[0].items()
     }
 

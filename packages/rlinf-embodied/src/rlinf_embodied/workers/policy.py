@@ -52,7 +52,8 @@ class PolicyWorker(Worker):
         from rlinf_embodied.policies import load_policy
 
         with self.on_device():
-            self.policy = load_policy(self.cfg, read_spec(self.run_dir), self.seed).eval()
+            self.policy = load_policy(self.cfg, read_spec(self.run_dir), self.seed)
+            self.policy.eval()
             self.policy.to(self.parallel.device)
 
     @task
@@ -78,7 +79,8 @@ class PolicyWorker(Worker):
                 if target is None or target.shape != tensor.shape:
                     what = "has no such weight" if target is None else f"has it as {list(target.shape)}"
                     raise RLinfError(
-                        f"weight {name!r} {list(tensor.shape)} cannot be installed: policy {self.cfg.model.name!r} {what}"
+                        f"weight {name!r} {list(tensor.shape)} cannot be installed: policy {self.cfg.model.name!r} "
+                        f"{what}"
                     )
                 target.copy_(tensor)
                 written.add(target.data_ptr())
@@ -107,7 +109,9 @@ class PolicyWorker(Worker):
             if asked.final is not None:
                 answer.final_values = policy.value(asked.final)
                 if not np.isfinite(answer.final_values).all():
-                    raise NonFiniteError(f"values of the last observations of episodes are not finite in step {self.step}")
+                    raise NonFiniteError(
+                        f"values of the last observations of episodes are not finite in step {self.step}"
+                    )
         return answer
 
     def _check(self, what: str, values: NDArray[Any], asked: Asked) -> None:

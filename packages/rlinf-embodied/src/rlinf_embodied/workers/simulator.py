@@ -21,11 +21,11 @@ from rlinf_embodied.workers.trial import Trial
 
 
 def sub_batches(envs: Sequence[int], portion: int | None, stages: int) -> list[list[int]]:
-    """Environments of a rank cut into sub-batches: of ``portion`` each (the last may be smaller), or ``stages`` of about
-    equal size."""
+    """Environments of a rank cut into sub-batches: ``stages`` of about equal size or, where they are smaller, of
+    ``portion`` each (the last may be smaller still)."""
     if not envs:
         return []
-    if portion is not None:
+    if portion is not None and -(-len(envs) // portion) >= stages:
         return [list(envs[i : i + portion]) for i in range(0, len(envs), portion)]
     count = min(stages, len(envs))
     return [list(envs[k * len(envs) // count : (k + 1) * len(envs) // count]) for k in range(count)]
@@ -34,9 +34,10 @@ def sub_batches(envs: Sequence[int], portion: int | None, stages: int) -> list[l
 class Simulator(Worker):
     """Steps ``cfg.num_envs`` environments of ``cfg.env``; environment i is at rank i mod n.
 
-    A rank cuts its environments into sub-batches (the plan's portion, or ``cfg.num_stages`` of them): while one is
-    stepped the policy answers for another. A sub-batch is a block on the channels, with key (rank, number). Reads
-    ``cfg.env``, ``cfg.num_envs``, ``cfg.num_stages``, ``cfg.rollout_steps`` and ``cfg.eval``.
+    A rank cuts its environments into sub-batches (``cfg.num_stages`` of them, or more if the plan's portion says so):
+    while one is stepped the policy answers for another. A sub-batch is a block on the channels, with key (rank,
+    number), and stays together as long as its episodes go on over steps. Reads ``cfg.env``, ``cfg.num_envs``,
+    ``cfg.num_stages``, ``cfg.rollout_steps`` and ``cfg.eval``.
     """
 
     @classmethod
@@ -57,8 +58,8 @@ class Simulator(Worker):
         self._make_blocks(sub_batches(self.mine, None, self.cfg.num_stages))
 
     def teardown(self) -> None:
-        for part in (*self.blocks, *self._trials):
-            part.env.close()
+        for env in [part.env for part in self.blocks] + [part.env for part in self._trials]:
+            env.close()
 
     @task
     def describe(self) -> None:
@@ -72,8 +73,9 @@ class Simulator(Worker):
     ) -> dict[str, float]:
         """Make ``cfg.rollout_steps`` steps in every environment; one trajectory for each slot.
 
-        Returns (report them with ``reduce="sum"``) ``rollout/env_steps``, ``episodes/dropped``, and seconds of an average
-        rank: ``rollout/stepping_s``, ``rollout/waiting_s`` (for actions); ``env_steps_per_s`` while rolling out.
+        Returns, to be reported with ``reduce="sum"``: ``rollout/env_steps``, ``episodes/dropped``, ``env_steps_per_s``
+        while rolling out, and seconds of an average rank, ``rollout/stepping_s`` and ``rollout/waiting_s`` (for
+        actions).
         """
         began = time.perf_counter()
         stepping = waiting = 0.0
@@ -84,7 +86,9 @@ class Simulator(Worker):
                 'channel of slots "round_robin", in the order of the environments'
             )
         with self.on_device():
-            self._make_blocks(sub_batches(self.mine, actions.portion, self.cfg.num_stages))
+            if group_size_of(self.cfg) > 1 or not any(block.begun.any() for block in self.blocks):
+                # Otherwise episodes are going on, which a plan that changes, or a run that goes on, must not break off.
+                self._make_blocks(sub_batches(self.mine, actions.portion, self.cfg.num_stages))
             for block in self.blocks:
                 asked = block.begin([mine[env] for env in block.env.indices], self.step_index, self.cfg.rollout_steps)
                 observations.put(asked, key=block.place, weight=len(asked.keys))
@@ -199,5 +203,7 @@ class Simulator(Worker):
         if [list(trial.env.indices) for trial in self._trials] != parts:
             for trial in self._trials:
                 trial.env.close()
-            self._trials = [Trial((self.rank, k), self._make_env(part, "evaluation"), self.cfg.eval) for k, part in enumerate(parts)]
+            self._trials = [
+                Trial((self.rank, k), self._make_env(part, "evaluation"), self.cfg.eval) for k, part in enumerate(parts)
+            ]
         return self._trials

@@ -16,9 +16,7 @@ def save_blocks(folder: Path, rank: int, blocks: Sequence[Block]) -> None:
     (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(data, protocol=5))
 
 
-def load_blocks(
-    folder: Path, blocks: list[Block], make: Callable[[list[list[int]]], None], mine: Sequence[int]
-) -> str:
+def load_blocks(folder: Path, blocks: list[Block], make: Callable[[list[list[int]]], None], mine: Sequence[int]) -> str:
     """Bring the blocks back to where they were; ``make`` gives a rank, which owns the environments ``mine``, the
     sub-batches that were saved. Returns why it cannot be done: the environments were shared out otherwise.
     ``blocks`` is read again after ``make``.

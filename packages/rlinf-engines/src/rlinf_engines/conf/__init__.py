@@ -14,7 +14,7 @@ from rlinf_engines.conf.fields import key
 from rlinf_engines.conf.megatron import MegatronTrainer
 from rlinf_engines.conf.rollouts import TransformersRollout, VllmRollout
 from rlinf_engines.conf.trainers import TorchTrainer, TrainerConfig
-from rlinf_engines.model_check import FAMILIES, check_model_path, check_tiny
+from rlinf_engines.model_check import FAMILIES, check_model_path, check_tiny, check_vocabulary
 
 __all__ = [
     "DTYPES",
@@ -56,7 +56,9 @@ class Model:
     dtype: str = key("float32", "number format of weights and computation", choices=DTYPES)
 
     def validate(self, root: Any) -> list[str]:
-        return check_tiny(self.tiny) if self.path is None else check_model_path(self.path)
+        if self.path is None:
+            return check_tiny(self.tiny)
+        return check_model_path(self.path) or check_vocabulary(self.path)
 
 
 SCHEMAS: dict[str, type] = {

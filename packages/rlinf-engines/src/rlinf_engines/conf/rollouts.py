@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlinf_engines.conf.fields import key, plugin
-from rlinf_engines.model_check import attention_heads, max_positions
+from rlinf_engines.model_check import attention_heads, head_size, max_positions
 
-# Head sizes that the attention of the vLLM build for CPUs is compiled for.
+# Head sizes that the attention of the vLLM build for CPUs is compiled for (vLLM 0.32, CPUAttentionBackend).
 VLLM_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# Files that a driver of an accelerator makes: NVIDIA's, AMD's, that of Windows' Linux.
+ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")
+
+
+def may_have_accelerator(cluster: Any, devices: Path = Path("/dev")) -> bool:
+    """Whether a run with these ``cluster`` settings may get an accelerator: this machine has one, or the run joins a
+    cluster whose machines are not known yet."""
+    if cluster.address or os.environ.get("RAY_ADDRESS"):
+        return True
+    return any(next(devices.glob(name), None) is not None for name in ACCELERATORS)
+
+
+def check_head_size(size: int | None, sizes: Sequence[int] = VLLM_HEAD_SIZES) -> list[str]:
+    """Say when vLLM has no attention for a model of such heads on a CPU."""
+    if size is None or size in sizes:
+        return []
+    return [
+        f"rollout: on a CPU vllm takes models whose attention heads are {', '.join(map(str, sizes))} wide, those of "
+        f"this one are {size}; use rollout=transformers, or a model of another head size"
+    ]
 
 
 def check_tensor_parallel(size: int, heads: int, kv_heads: int) -> list[str]:
@@ -74,4 +97,6 @@ class VllmRollout:
                 problems.append(
                     f"model.tiny.heads: vllm takes head sizes {sizes}, hidden_size / heads is {size}; change either"
                 )
+        elif not may_have_accelerator(root.cluster):
+            problems += check_head_size(head_size(model))
         return problems

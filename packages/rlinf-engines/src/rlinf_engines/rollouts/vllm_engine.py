@@ -32,6 +32,10 @@ class EngineDied(RLinfError):
     """An engine is gone, or cannot go on: another one can take its place."""
 
 
+class EngineRaised(EngineDied):
+    """An engine cannot go on because it raised: with the same work, another one may well raise the same."""
+
+
 @dataclass(slots=True, frozen=True)
 class EngineSpec:
     """Everything that an engine is started from, as plain data."""
@@ -130,7 +134,7 @@ class LocalEngine:
         except (RLinfError, KeyboardInterrupt):
             raise
         except Exception as error:  # whatever breaks in there, the engine is not to be trusted any more
-            raise EngineDied(f"a step failed: {type(error).__name__}: {error}") from error
+            raise EngineRaised(f"a step failed: {type(error).__name__}: {error}") from error
         finished: list[Generated] = []
         cut: list[str] = []
         for output in outputs.outputs:

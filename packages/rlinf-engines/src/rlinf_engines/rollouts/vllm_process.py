@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf_core.errors import NonFiniteError, RLinfError
 from rlinf_core.types import Generated, GenerateRequest, SamplingParams
-from rlinf_engines.rollouts.vllm_engine import EngineDied, EngineSpec, LocalEngine
+from rlinf_engines.rollouts.vllm_engine import EngineDied, EngineRaised, EngineSpec, LocalEngine
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ class EngineProcess:
         elif kind == "refused":
             raise RLinfError(value)
         elif kind == "broken":
-            raise EngineDied(value)
+            raise EngineRaised(value)
         return None
 
     def _died(self, doing: str) -> EngineDied:

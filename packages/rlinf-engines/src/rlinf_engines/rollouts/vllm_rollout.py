@@ -36,7 +36,8 @@ class VllmRollout:
 
     An engine that dies, or that shows no sign of life for ``rollout.stall_timeout_s``, is replaced by a new one
     with the last installed weights, and only what it still owed is drawn again, with the same random numbers
-    (``rollout.max_restarts`` times in a row). In this process (``rollout.engine_process=false``) that holds for a step
+    (``rollout.max_restarts`` times in a row; an error that a new engine raises again in the same words before anything
+    has finished ends that at once). In this process (``rollout.engine_process=false``) that holds for a step
     that raises; a crash of the process is the caller's, and a stuck step only shows in the log.
 
     ``offload`` drops the key-value cache and takes the weights off the device. It is allowed between any two responses:
@@ -58,6 +59,7 @@ class VllmRollout:
         self._torn = ""
         self._held: HeldWeights | None = None
         self._restarts = 0
+        self._raised = ""  # what the last engine raised, if nothing has finished or was installed since
 
     def setup(self, model: Any, parallel: ParallelInfo, *, seed: int) -> None:
         """Start the engine. ``model`` is the config node, ``seed`` the root seed.
@@ -72,10 +74,13 @@ class VllmRollout:
         check_allocator(os.environ, on_gpu=on_gpu)
         self._in_process = not bool(self.cfg.engine_process)
         self._max_restarts = int(self.cfg.max_restarts)
-        from rlinf_engines.conf.rollouts import check_tensor_parallel
+        from rlinf_engines.conf.rollouts import check_head_size, check_tensor_parallel
+        from rlinf_engines.model_check import head_size
         from rlinf_engines.models import load_config, load_tokenizer, max_positions, parameter_shapes, torch_dtype
         from rlinf_engines.rollouts.held_weights import HeldWeights
 
+        for problem in [] if on_gpu or model.path is None else check_head_size(head_size(model)):
+            raise ConfigError(problem)
         self.tokenizer = load_tokenizer(model)
         limit = max_positions(model)
         self._max_positions = limit if self.cfg.max_model_len is None else int(self.cfg.max_model_len)
@@ -124,7 +129,7 @@ class VllmRollout:
             self._held.take(version, given)
         self._survive(lambda engine: engine.install(version, given, self._held), installs=True)
         self.version = version
-        self._torn = ""
+        self._torn = self._raised = ""
 
     def onload(self) -> None:
         """Bring the weights back; the key-value cache is empty."""
@@ -168,6 +173,8 @@ class VllmRollout:
                         watch.begin()
                     finished = self._survive(lambda engine: engine.step(), installs=True) or []
                     watch.end()
+                    if finished:
+                        self._raised = ""
                     for response in finished:
                         del self._owed[response.id]
                         yield response
@@ -194,11 +201,19 @@ class VllmRollout:
                     return None
 
     def _restart(self, cause: EngineDied) -> None:
-        """A new engine with the last installed weights and what is still owed; tries again while tries are left."""
-        from rlinf_engines.rollouts.vllm_engine import EngineDied
+        """A new engine with the last installed weights and what is still owed; tries again while tries are left, and
+        while it is not the same error again."""
+        from rlinf_engines.rollouts.vllm_engine import EngineDied, EngineRaised
 
         while True:
-            where = self._end_engine()
+            again = isinstance(cause, EngineRaised) and str(cause) == self._raised
+            self._raised = str(cause) if isinstance(cause, EngineRaised) else ""
+            where = self._end_engine(last=again or self._restarts >= self._max_restarts)
+            if again:
+                raise RLinfError(
+                    f"rollout vllm: the engine died: {cause}; so did the one before it, and nothing had finished in "
+                    f"between: no restart helps{where}"
+                ) from cause
             self._restarts += 1
             if self._restarts > self._max_restarts:
                 raise RLinfError(
@@ -229,12 +244,12 @@ class VllmRollout:
             except EngineDied as error:
                 cause = error
 
-    def _end_engine(self) -> str:
-        """Close what is left of the engine; where its log is, when it has one."""
+    def _end_engine(self, *, last: bool) -> str:
+        """Close what is left of the engine; where its log is, when it has one and is the ``last``."""
         from rlinf_engines.rollouts.vllm_process import EngineProcess
 
         where = ""
-        if isinstance(self.engine, EngineProcess) and self._restarts >= self._max_restarts:
+        if isinstance(self.engine, EngineProcess) and last:
             where = f"; its log is {self.engine.keep_log()}"
         if self.engine is not None:
             self.engine.close()

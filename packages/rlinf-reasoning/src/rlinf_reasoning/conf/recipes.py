@@ -14,6 +14,11 @@ RECIPES = {
     "critic": "reasoning/ppo_arithmetic",
     "sampler": "reasoning/dapo_arithmetic",
 }
+MATH_RECIPES = {
+    "plain": "reasoning/grpo_math",
+    "critic": "reasoning/ppo_math",
+    "sampler": "reasoning/dapo_math",
+}
 
 
 def _key(default: Any, text: str, **limits: Any) -> Any:
@@ -49,14 +54,27 @@ class Recipe:
         return [*check_recipe(root), *check_flow(root, RECIPES)]
 
 
+def _check_pretrained(root: Any, **program: bool) -> list[str]:
+    """What is wrong with a recipe that trains a pretrained model; ``program``: see ``check_flow``."""
+    if root.model.path is None:
+        return ["model.path: this recipe trains a pretrained model; give its directory, model.path=DIR"]
+    return [*check_recipe(root), *check_flow(root, MATH_RECIPES, **program)]
+
+
 @dataclass
 class GrpoMath(Recipe):
     """The recipe ``reasoning/grpo_math``."""
 
     def validate(self, root: Any) -> list[str]:
-        if root.model.path is None:
-            return ["model.path: this recipe trains a pretrained model; give its directory, model.path=DIR"]
-        return Recipe.validate(self, root)  # by name: ``self`` is a configuration node
+        return _check_pretrained(root)
+
+
+@dataclass
+class DapoMath(Recipe):
+    """The recipe ``reasoning/dapo_math``."""
+
+    def validate(self, root: Any) -> list[str]:
+        return _check_pretrained(root, sampler=True)
 
 
 @dataclass
@@ -81,10 +99,21 @@ class PpoArithmetic(Recipe):
         return [*problems, *check_critic(root.critic, root.trainer, root)]
 
 
+@dataclass
+class PpoMath(PpoArithmetic):
+    """The recipe ``reasoning/ppo_math``."""
+
+    def validate(self, root: Any) -> list[str]:
+        problems = _check_pretrained(root, critic=True)
+        return problems or check_critic(root.critic, root.trainer, root)
+
+
 SCHEMAS: dict[str, type] = {
     "reasoning/grpo_arithmetic": Recipe,
     "reasoning/async_arithmetic": Recipe,
     "reasoning/grpo_math": GrpoMath,
     "reasoning/dapo_arithmetic": DapoArithmetic,
     "reasoning/ppo_arithmetic": PpoArithmetic,
+    "reasoning/dapo_math": DapoMath,
+    "reasoning/ppo_math": PpoMath,
 }

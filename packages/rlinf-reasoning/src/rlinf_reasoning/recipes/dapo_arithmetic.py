@@ -2,13 +2,15 @@
 
     rlinf run reasoning/dapo_arithmetic
     rlinf run reasoning/dapo_arithmetic plan=spatial algorithm.max_refills=8 algorithm.on_shortage=fail
+    rlinf run reasoning/dapo_math model.path=MODEL task.path=problems.jsonl
 
 After DAPO (arXiv 2503.14476): clip-higher (0.2 and 0.28), the loss averaged over the tokens of the batch, dynamic
 sampling, and soft over-long punishment (``algorithm.overlong_cache``, ``overlong_filter``). Prompts, responses and
 scores run in a cycle: the sampler draws new prompts for groups whose answers are all right or all wrong, and ends it.
 Departures:
 
-- The policy starts from a short supervised warm start instead of a pretrained model.
+- The policy starts from a short supervised warm start instead of a pretrained model; ``reasoning/dapo_math`` is the
+  same program with a pretrained model, problems of a file and no warm start.
 - A step draws again in at most ``algorithm.max_refills`` rounds, of as many prompts as the groups so far suggest (the
   paper draws until the batch is full), and goes on with fewer groups after that (``algorithm.on_shortage``).
 - New prompts are further training problems of the step's own random order, not those of the next batch: what a step
@@ -40,10 +42,11 @@ def dapo_arithmetic(flow: Flow, cfg: Any) -> None:
     if flow.resumed_steps:
         phases.load(flow, generator, actor)
     else:
-        for step in flow.steps(1, name="warm_start"):
-            step.report(actor.warm_start(data.warm_start_prompts()))
-            actor.publish_weights(to=generator)
-            flow.record("warm_start", step.join())
+        if cfg.warm_start.max_steps:
+            for step in flow.steps(1, name="warm_start"):
+                step.report(actor.warm_start(data.warm_start_prompts()))
+                actor.publish_weights(to=generator)
+                flow.record("warm_start", step.join())
         evaluate("before")
 
     staleness = cfg.algorithm.max_staleness

@@ -40,10 +40,11 @@ def grpo_arithmetic(flow: Flow, cfg: Any) -> None:
     if flow.resumed_steps:
         phases.load(flow, generator, actor)
     else:
-        for step in flow.steps(1, name="warm_start"):
-            step.report(actor.warm_start(data.warm_start_prompts()))
-            actor.publish_weights(to=generator)
-            flow.record("warm_start", step.join())
+        if cfg.warm_start.max_steps:
+            for step in flow.steps(1, name="warm_start"):
+                step.report(actor.warm_start(data.warm_start_prompts()))
+                actor.publish_weights(to=generator)
+                flow.record("warm_start", step.join())
         evaluate("before")
 
     staleness = cfg.algorithm.max_staleness

@@ -2,13 +2,15 @@
 
     rlinf run reasoning/ppo_arithmetic
     rlinf run reasoning/ppo_arithmetic plan=spatial cluster.virtual_devices=3 algorithm.lam=0.95
+    rlinf run reasoning/ppo_math model.path=MODEL task.path=problems.jsonl
 
 After PPO (arXiv 1707.06347) as Open-Reasoner-Zero applies it to language models (arXiv 2503.24290): tokens are steps,
 gamma = lambda = 1, advantages by GAE whitened over the batch, both losses clipped, no KL. The critic has the policy's
 architecture with one number per position and is a group of its own (``critic``: keys of ``trainer`` that differ); it
 learns alone for the first steps (``algorithm.critic_warmup_steps``). Departures:
 
-- The policy starts from a short supervised warm start, and the critic from that policy.
+- The policy starts from a short supervised warm start, and the critic from that policy; ``reasoning/ppo_math`` is the
+  same program with a pretrained model, which both start from, problems of a file and no warm start.
 - Two optimizer steps per batch (``algorithm.minibatches``) and one epoch.
 - A response that the limit cuts off has value 0 after it (``algorithm.bootstrap_truncated``), as one that has ended.
 - The importance ratio is taken against the rollout engine's own log-probs (``algorithm.old_logprobs``).
@@ -37,14 +39,15 @@ def ppo_arithmetic(flow: Flow, cfg: Any) -> None:
     if flow.resumed_steps:
         phases.load(flow, generator, actor, critic)
     else:
-        for step in flow.steps(1, name="warm_start"):
-            step.report(actor.warm_start(data.warm_start_prompts()))
-            actor.export()
-            actor.publish_weights(to=generator)
-            flow.record("warm_start", step.join())
-        for step in flow.steps(1, name="critic"):
-            critic.begin(str(flow.run_dir / "export"))
-            step.join()
+        if cfg.warm_start.max_steps:  # otherwise both begin as the model of the configuration
+            for step in flow.steps(1, name="warm_start"):
+                step.report(actor.warm_start(data.warm_start_prompts()))
+                actor.export()
+                actor.publish_weights(to=generator)
+                flow.record("warm_start", step.join())
+            for step in flow.steps(1, name="critic"):
+                critic.begin(str(flow.run_dir / "export"))
+                step.join()
         evaluate("before")
 
     staleness = cfg.algorithm.max_staleness

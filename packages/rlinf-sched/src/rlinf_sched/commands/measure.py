@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlinf_sched.commands import feedback
+from rlinf_sched.commands.feedback import Loop, Taken, block_size, summed
+from rlinf_sched.commands.ranks_of import Accepted
 from rlinf_sched.fit import resampled
 from rlinf_sched.graph import SchedError
 from rlinf_sched.profile import Profile, ProfileSample, StepSample
@@ -29,7 +32,7 @@ from rlinf_sched.units import counted
 
 if TYPE_CHECKING:
     from rlinf_core.config import Config
-    from rlinf_core.graph import CallSpec, FlowGraph, PhaseGraph, StageSpec
+    from rlinf_core.graph import FlowGraph, PhaseGraph, StageSpec
     from rlinf_core.placement import ClusterInfo
 
 PHASE = "train"
@@ -42,7 +45,8 @@ _WEIGHTS = "receive_weights"
 @dataclass
 class Step:
     """What one stage did in one step. By rank: ``work`` seconds over all its tasks. By task: ``items`` that each rank
-    took from one channel, ``puts`` of each rank, ``released`` as a fraction of the work."""
+    took from one channel, ``puts`` of each rank, ``released`` as a fraction of the work. By channel: what each rank
+    took (``taken_from``)."""
 
     seconds: float = 0.0
     switch: float = 0.0
@@ -54,6 +58,7 @@ class Step:
     items: dict[str, list[int]] = field(default_factory=dict)
     puts: dict[str, list[int]] = field(default_factory=dict)
     released: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
+    taken_from: dict[str, list[Taken]] = field(default_factory=dict)
 
     def taken(self) -> list[int]:
         """Items that each rank took, by the task that took most."""
@@ -91,6 +96,9 @@ class Observed:
         entry.waits += sum(t.wait for t in times) / len(times)
         entry.items[call.task] = [round(t.items / channels) for t in times]
         entry.puts[call.task] = [int(getattr(t, "puts", 0)) for t in times]
+        told = [{channel: (items, weight) for channel, items, weight in getattr(t, "taken", ())} for t in times]
+        for channel in {channel for one in told for channel in one}:
+            entry.taken_from[channel] = [one.get(channel, (0, 0.0)) for one in told]
         curves = [(t.work, tuple(getattr(t, "released", ()))) for t in times]
         entry.released[call.task] = [tuple(s / work for s in curve) for work, curve in curves if curve and work > 0]
 
@@ -144,7 +152,7 @@ def measure(
     from rlinf_core import runner
     from rlinf_core.cluster import connect
 
-    _, graph, _ = runner.prepare(cfg, out)
+    _, graph, groups = runner.prepare(cfg, out)
     if PHASE not in graph.phases:
         raise SchedError(f"the recipe has no phase {PHASE!r} to profile; it has {', '.join(graph.phases)}")
     if cfg.plan == HYBRID:
@@ -157,13 +165,15 @@ def measure(
         )
     _merge(cfg.to_dict(), cfg.profile.overrides.to_dict(), "profile.overrides")  # refused before anything is started
     with connect(cfg.cluster, f"{recipe}/profile") as cluster:  # one Ray for all the short runs
-        return _measured(cfg, recipe, graph, cluster.info, counts(devices, cluster.info), portions, out)
+        asked = counts(devices, cluster.info)
+        flow = Flow(graph, Accepted(graph.stages, groups, max(asked)))
+        return _measured(cfg, recipe, flow, cluster.info, asked, portions, out)
 
 
 def _measured(
     cfg: Config,
     recipe: str,
-    graph: FlowGraph,
+    flow: Flow,
     cluster: ClusterInfo,
     devices: list[int],
     portions: Sequence[int | None] | None,
@@ -171,11 +181,10 @@ def _measured(
 ) -> tuple[Profile, dict[str, Any]]:
     from rlinf_core import runner
 
-    phase = graph.phases[PHASE]
+    graph, phase = flow.graph, flow.phase
     inputs = {(call.group, call.task): len(call.inputs) for call in phase.calls}
     samples: list[ProfileSample] = []
     steps: list[StepSample] = []
-    flow = Flow(graph)
     todo = settings(devices, portions)
     place, told = _free(out), False
     lines = _Lines(len(todo))
@@ -187,7 +196,7 @@ def _measured(
         observed = Observed(inputs)
         own = place / str(number)
         try:
-            runner.run(_short(cfg, setting, graph, cluster, own), recipe, observe=observed, quiet=True)
+            runner.run(_short(cfg, setting, flow, cluster, own), recipe, observe=observed, quiet=True)
         except BaseException:
             lines.breaks()
             raise
@@ -277,10 +286,11 @@ def check_hybrid(graph: FlowGraph) -> None:
         )
 
 
-def _short(cfg: Config, setting: Setting, graph: FlowGraph, cluster: ClusterInfo, place: Path) -> Config:
+def _short(cfg: Config, setting: Setting, flow: Flow, cluster: ClusterInfo, place: Path) -> Config:
     """The recipe's configuration for one short run: temporal, so that every stage gets all the devices."""
     from rlinf_core.config import Config
 
+    graph = flow.graph
     data = cfg.to_dict()
     _merge(data, cfg.profile.overrides.to_dict(), "profile.overrides")
     most = setting.portion is None and not setting.small and setting.devices == len(cluster.devices)
@@ -290,23 +300,25 @@ def _short(cfg: Config, setting: Setting, graph: FlowGraph, cluster: ClusterInfo
     }
     data["plan"], data["portion"], data["placement"] = "temporal", setting.portion, cpu
     if setting.small:
-        data["plan"] = str(_write_plan(graph, setting, place))
+        data["plan"] = str(_write_plan(flow, setting, place))
     data["run_dir"], data["loggers"] = str(place), ["jsonl"]
     data["checkpoint"]["every"] = 0
     data["resume"] = "none"
-    if setting.devices < len(cluster.devices):
-        data["placement"] = cpu | {
-            name: _placed(stage, setting.devices) for name, stage in graph.stages.items() if stage.device
-        }
+    data["placement"] = cpu | {
+        name: _placed(stage, flow.on(name, setting.devices))
+        for name, stage in graph.stages.items()
+        if stage.device and flow.on(name, setting.devices) < len(cluster.devices)
+    }
     return Config(data)
 
 
-def _write_plan(graph: FlowGraph, setting: Setting, place: Path) -> Path:
+def _write_plan(flow: Flow, setting: Setting, place: Path) -> Path:
     """A temporal plan with a portion for every stage."""
+    graph = flow.graph
     leaves: dict[str, Any] = {}
     for name, stage in graph.stages.items():
         if stage.device:
-            body: dict[str, Any] = {"stage": name, "devices": _placed(stage, setting.devices)}
+            body: dict[str, Any] = {"stage": name, "devices": _placed(stage, flow.on(name, setting.devices))}
             leaves[name] = {"leaf": body | ({"portion": setting.each[name]} if name in setting.each else {})}
     for loop in loops(graph):
         pair = [leaves.pop(name) for name in (loop.head, loop.other) if name in leaves]
@@ -322,6 +334,11 @@ def _write_plan(graph: FlowGraph, setting: Setting, place: Path) -> Path:
     data = {"name": "temporal", "cpu": cpu, "cpu_portion": small, "tree": tree}
     path.write_text(json.dumps({key: value for key, value in data.items() if value != {}}) + "\n")  # JSON is YAML
     return path
+
+
+def loops(graph: FlowGraph) -> list[Loop]:
+    """The cycles of the training phase; see ``feedback.loops``."""
+    return feedback.loops(graph, PHASE)
 
 
 def _placed(stage: StageSpec, devices: int) -> str:
@@ -363,30 +380,26 @@ def step_times(place: Path, setting: Setting) -> list[StepSample]:
 # ------------------------------------------------------------------ what they say
 
 
-@dataclass(frozen=True)
-class Loop:
-    """Two stages that feed each other. ``head``: the one that is fed from outside or, when neither is, the one that
-    ends the cycle and begins it with what it owns; ``other`` answers it. ``fed``: a feed or another stage feeds it."""
-
-    head: str
-    other: str
-    ends: str
-    fed: bool
-
-
 class Flow:
     """Reads the observations of a traced flow."""
 
-    def __init__(self, graph: FlowGraph) -> None:
+    def __init__(self, graph: FlowGraph, accepted: Accepted | None = None) -> None:
         self.graph = graph
+        self.accepted = accepted or Accepted({}, {}, 0)
         self.phase: PhaseGraph = graph.phases[PHASE]
         self.loops = loops(graph)
         self.heads = {self.phase.calls[r].group for c in self.phase.feeds for r in self.phase.readers(c)}
+        # Who is in a cycle waits for the other stage, not for messages alone.
+        self.fed_alone = self.heads - {name for loop in self.loops for name in (loop.head, loop.other)}
         self.fed = 0
         self.per_item: dict[str, float] = {}
         self.rounds: dict[str, int] = {}
         self.cpu: dict[str, int] = {}
         self.room = 0
+
+    def on(self, name: str, devices: int) -> int:
+        """Devices that a stage gets where there are so many."""
+        return self.accepted.most(name, devices)
 
     def read(self, observed: Observed) -> None:
         """Items fed in a step, what each stage reads for one of them, rounds of cycles; from a run in which every stage
@@ -410,20 +423,29 @@ class Flow:
             raise SchedError("no stage read any item in the profiled steps: nothing to plan by")
         self.per_item = {name: reads[name] / self.fed for name in self.graph.stages if reads.get(name)}
         for loop in self.loops:
-            if loop.fed:
-                rounds = max(1, round(reads[loop.other] / self.fed))
-            else:
-                head = [step for (_, name), step in observed.steps.items() if name == loop.head]
-                rounds = max((max(step.taken(), default=1) for step in head), default=1)
-            self.rounds[loop.head] = max(1, rounds)
+            self.rounds[loop.head] = max(1, self._rounds(loop, observed, reads[loop.other]))
             self.per_item[loop.head] = self.per_item[loop.other] = 1.0
 
+    def _rounds(self, loop: Loop, observed: Observed, answered: int) -> int:
+        """How often an item of the step goes round, on average."""
+        head = [step for (_, name), step in observed.steps.items() if name == loop.head]
+        weighed = [turns for step in head if (turns := loop.turns(step.taken_from))]
+        if weighed:
+            return round(sum(items for turns in weighed for _, items in turns) / len(weighed) / self.fed)
+        if loop.fed:
+            return round(answered / self.fed)
+        return max((max(step.taken(), default=1) for step in head), default=1)
+
     def _fed_into(self, loop: Loop, observed: Observed) -> int:
-        """Items that came into a cycle from outside: what its head read less what the other one put."""
+        """Items that came into a cycle from outside; where channels are not told apart, what its head read less what
+        the other one put."""
         found = []
         indices = {index for index, _ in observed.steps}
         for index in indices:
             head, other = observed.steps[index, loop.head], observed.steps[index, loop.other]
+            if came := summed(head.taken_from, loop.outside):
+                found.append(sum(count for count, _ in came))
+                continue
             taken = sum(n for items in head.items.values() for n in items)
             found.append(taken - sum(n for puts in other.puts.values() for n in puts))
         return max(found, default=0)
@@ -440,7 +462,7 @@ class Flow:
         found = {}
         for name, each in self.per_item.items():
             stage = self.graph.stages[name]
-            ranks = stage.ranks_fixed or (devices if stage.device else self.cpu.get(name, 1))
+            ranks = stage.ranks_fixed or (self.on(name, devices) if stage.device else self.cpu.get(name, 1))
             if stage.barrier != "batch":
                 found[name] = self.fed * each / (1 if stage.collective else ranks)
         return found
@@ -476,7 +498,10 @@ class Flow:
         ranks = max(len(taken), 1)
         own = math.ceil(self.fed / ranks)
         each = min(own, setting.of(name) or own)
-        if not loop.fed and any(taken):  # its items are sub-batches of so many of ours
+        if turns := loop.turns(step.taken_from):
+            each = block_size(turns)
+            taken = [round(items) for _, items in turns]
+        elif not loop.fed and any(taken):  # its items are sub-batches of so many of ours
             share = self.fed * rounds / sum(taken) if name == loop.other else None
             each = max(1, round(share)) if share else each
             if name == loop.head:
@@ -489,7 +514,7 @@ class Flow:
         self, name: str, step: Step, setting: Setting, portion: int, items: int, taken: list[int], each: int
     ) -> ProfileSample:
         stage = self.graph.stages[name]
-        devices = setting.devices if stage.device else 0
+        devices = self.on(name, setting.devices) if stage.device else 0
         if stage.device and stage.barrier == "batch" and not stage.collective and stage.ranks_fixed is None:
             devices = 1  # its only rank has one device
         curves = [resampled(curve) for task in step.released.values() for curve in task]
@@ -508,7 +533,7 @@ class Flow:
             puts=max((max(puts, default=0) for puts in step.puts.values()), default=0),
             released=tuple(float(v) for v in np.maximum.accumulate(np.mean(curves, axis=0))) if curves else (),
             resident_bytes=step.resident if stage.device else 0,
-            waits=step.waits if name in self.heads else 0.0,
+            waits=step.waits if name in self.fed_alone else 0.0,
         )
 
     # ------------------------------------------------------------------ the problem
@@ -529,6 +554,8 @@ class Flow:
                 body["ranks"] = ranks
             elif stage.device and stage.barrier == "batch" and not stage.collective:
                 body["most"] = 1  # its only rank has one device
+            elif name in self.accepted.counts:
+                body["counts"] = list(self.accepted.counts[name])
             stages[name] = body
         edges = self.graph.edges()
         data = {
@@ -552,36 +579,3 @@ class Flow:
         if self.room:
             data["device_bytes"] = int(self.room * USABLE)
         return data
-
-
-def loops(graph: FlowGraph) -> list[Loop]:
-    """The cycles of the flow. Raises SchedError for one of more than two stages."""
-    phase = graph.phases[PHASE]
-    found: list[Loop] = []
-    seen: set[str] = set()
-    for name in graph.order():
-        mates = [b for b in graph.downstream(name) if b != name and name in graph.downstream(b)]
-        if not mates or name in seen:
-            continue
-        seen |= {name, *mates}
-        if len(mates) > 1:
-            raise SchedError(
-                f"{', '.join(sorted([name, *mates]))} feed each other: a cycle of two stages can be planned, not of "
-                f"{len(mates) + 1}; join two of them into one stage"
-            )
-        pair = (name, mates[0])
-        calls = [call for call in phase.calls if call.group in pair]
-        ends = next((call.group for call in calls if call.ends), pair[0])
-        fed = [call.group for call in calls if _from_outside(call, phase, pair)]
-        head = fed[0] if fed else ends
-        other = pair[1] if head == pair[0] else pair[0]
-        found.append(Loop(head, other, ends, bool(fed)))
-    return found
-
-
-def _from_outside(call: CallSpec, phase: PhaseGraph, pair: tuple[str, str]) -> bool:
-    for channel in call.inputs:
-        writers = {phase.calls[i].group for i in phase.writers(channel)}
-        if channel in phase.feeds or writers - set(pair):
-            return True
-    return False

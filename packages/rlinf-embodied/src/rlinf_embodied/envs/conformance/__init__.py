@@ -10,6 +10,8 @@ In a test::
 or on the command line, with the plugin's name and its configuration::
 
     python -m rlinf_embodied.envs.conformance gymnasium id=CartPole-v1 max_restarts=0
+
+Values are JSON (``true``, ``null``, ``{"width": 64}``), and text where they are not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,6 @@ from rlinf_embodied.envs.conformance import check_env
 
 def main(argv: Sequence[str]) -> int:
     """``NAME key=value …``: load the plugin with this configuration and check it."""
-    import yaml
-
     from rlinf_core.config.node import Config
     from rlinf_embodied.envs import load_env
 
@@ -26,7 +25,10 @@ def main(argv: Sequence[str]) -> int:
         if not equals:
             print(f"{text!r}: write key=value", file=sys.stderr)
             return 2
-        cfg[key] = yaml.safe_load(value)
+        try:
+            cfg[key] = json.loads(value)
+        except ValueError:
+            cfg[key] = value
     try:
         report = check_env(lambda indices, seed: load_env(Config(cfg, "env"), indices, seed))
     except RLinfError as error:

@@ -162,6 +162,10 @@ class Network(nn.Module):
     def device(self) -> torch.device:
         return self.projector.fc1.weight.device
 
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """Let the language model's blocks keep their inputs only, and run again in the backward."""
+        self.language_model.gradient_checkpointing_enable(**options)
+
     def prefix(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(embeddings [B, 1 + P + L', H], which are no padding, their positions) of begin token, patches and prompt.
 

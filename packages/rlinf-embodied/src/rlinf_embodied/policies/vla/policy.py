@@ -56,6 +56,9 @@ class VlaPolicy(Network):
         self.chunk = int(cfg.chunk)
         self.tokens = parts.actions.dims
         self.value_level = "chunk" if cfg.value_level == "chunk" else "none"
+        patches = self.vision_backbone.featurizer.pos_embed.shape[1]
+        self.tokens_per_decision = patches + int(cfg.prompt_tokens) + self.chunk * self.tokens
+        """The most tokens that the language model sees for a decision."""
         self.parts = parts
         self._image = str(cfg.image)
         self._parallel = cfg.decoding == "parallel"
@@ -182,9 +185,8 @@ class VlaPolicy(Network):
 def _check_observations(cfg: Any, spec: EnvSpec) -> None:
     """That the environment has the picture and the instruction."""
     has = spec.observations
-    picture = has.get(cfg.image)
-    if not isinstance(picture, Box) or len(picture.shape) != 3:
-        pictures = [name for name, space in has.items() if isinstance(space, Box) and len(space.shape) == 3]
+    pictures = [name for name, space in has.items() if isinstance(space, Box) and _is_picture(space)]
+    if cfg.image not in pictures:
         raise ConfigError(
             f"model.image={cfg.image}: the environment has no picture of that name{nearest(cfg.image, pictures)}; its "
             f"pictures: {', '.join(pictures) or 'none'}, its observations: {', '.join(has)}"
@@ -196,12 +198,16 @@ def _check_observations(cfg: Any, spec: EnvSpec) -> None:
         )
 
 
+def _is_picture(space: Box) -> bool:
+    return space.dtype == "uint8" and len(space.shape) == 3 and space.shape[2] == 3
+
+
 def _check_length(policy: VlaPolicy, cfg: Any) -> None:
     """That everything fits into the language model."""
     most = getattr(policy.parts.text_config, "max_position_embeddings", None)
-    patches = policy.vision_backbone.featurizer.pos_embed.shape[1]
-    if most is not None and patches + int(cfg.prompt_tokens) + policy.chunk * policy.tokens > most:
+    if most is not None and policy.tokens_per_decision > most:
         raise ConfigError(
-            f"model.chunk={policy.chunk}: {patches} patches, model.prompt_tokens={cfg.prompt_tokens} and "
-            f"{policy.chunk} x {policy.tokens} action tokens are more than the language model's {most} positions"
+            f"model.chunk={policy.chunk}: the picture's patches, model.prompt_tokens={cfg.prompt_tokens} and "
+            f"{policy.chunk} x {policy.tokens} action tokens are {policy.tokens_per_decision} tokens, and the language "
+            f"model has {most} positions"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,8 @@ class OffScreenRenderEnv:
         hard_reset: bool,
         broken: str = "",
     ) -> None:
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(","):
+            int(name)
         if broken:
             raise RuntimeError(broken)
         self.file, self.cameras, self.size = bddl_file_name, camera_names, (camera_heights, camera_widths)
