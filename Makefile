@@ -55,5 +55,5 @@ evidence: setup
 	@$(BIN)/python tools/evidence $(NAME) $(ARGS)
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-libero build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -58,6 +58,7 @@ def main() -> None:
         ("--only", {"default": "", "help": "cases whose name has this in it"}),
         ("--rise", {"type": float, "default": 15.0, "help": "points of accuracy that every run must gain"}),
         ("--runs", {"type": Path, "default": Path("runs/learning"), "help": "one file for each finished run"}),
+        ("--page", {"action": "store_true", "help": "run nothing: the page of the runs that are finished"}),
         ("overrides", {"nargs": "*", "help": "key=value given to every run"}),
     )
     args.runs.mkdir(parents=True, exist_ok=True)
@@ -68,6 +69,8 @@ def main() -> None:
         for case in cases:
             name = "-".join("".join(c if c.isalnum() else " " for c in case).split())
             kept = args.runs / f"{name}-{seed}.json"
+            if args.page and not kept.exists():
+                continue
             if not kept.exists():
                 kept.write_text(json.dumps(run(case, seed, args.overrides)))
             one = found[case][seed] = json.loads(kept.read_text())
@@ -82,11 +85,12 @@ def main() -> None:
             ", ".join(f"{100 * one['before']:.1f}" for one in runs.values()),
             ", ".join(f"{100 * one['after']:.1f}" for one in runs.values()),
             f"{100 * statistics.mean(_after(runs)):.1f}",
-            f"{100 * _deviation(runs):.1f}",
+            f"{100 * _deviation(runs):.1f}" if len(runs) > 1 else "-",
             common.spread([len(one["rewards"]) for one in runs.values()]),
             common.spread([one["wall_s"] for one in runs.values()]),
         ]
         for case, runs in found.items()
+        if runs
     ]
     wrong = [
         f"{case}, seed {seed}: rose by {100 * (one['after'] - one['before']):.1f} points only"
@@ -96,10 +100,12 @@ def main() -> None:
     ]
     text = (
         "Greedy accuracy in per cent on 256 problems that no phase has trained on.\n\n"
-        + common.table(["case", "before", "after", "mean", "deviation", "steps", "wall in s"], lines)
+        + common.table(
+            ["case", "before", "after (one number a seed)", "mean", "deviation", "steps", "wall in s"], lines
+        )
         + "\n![reward of every training step](curves.png)\n"
     )
-    backends = {case: runs for case, runs in found.items() if case.startswith("GRPO")}
+    backends = {case: runs for case, runs in found.items() if case.startswith("GRPO") and runs}
     if len(backends) > 1:
         apart, unequal = compare(backends)
         wrong += unequal
