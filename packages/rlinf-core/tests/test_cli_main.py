@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -26,6 +27,19 @@ class Toy:
 SCHEMAS = {"toys/count": Toy}
 """
 
+COMMANDS = """
+def hello(argv):
+    print('hello', *argv)
+    return 3
+
+def greet(argv):
+    '''``rlinf greet``: say hello.
+
+    At length.'''
+
+not_callable = 1
+"""
+
 Outcome = Callable[..., str]
 
 
@@ -36,13 +50,16 @@ def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[En
     (folder / "toys").mkdir(parents=True)
     (folder / "__init__.py").write_text(CONF)
     (folder / "toys" / "count.yaml").write_text("program: a:b\nnum_steps: 3\n")
-    (tmp_path / "cli_commands.py").write_text(
-        "def hello(argv):\n    print('hello', *argv)\n    return 3\n\nnot_callable = 1\n"
-    )
+    (tmp_path / "cli_commands.py").write_text(COMMANDS)
+    (tmp_path / "cli_package").mkdir()
+    (tmp_path / "cli_package" / "__init__.py").write_text("raise RuntimeError\n")
+    (tmp_path / "cli_package" / "inner.py").write_text(COMMANDS)
     (tmp_path / "cli_broken.py").write_text("import nothing_like_this\n")
     found = [Entry("rlinf.recipes", "cli", "cli_conf", "dist-cli", "1.0")]
     found += [
         Entry("rlinf.commands", "hello", "cli_commands:hello", "dist-cli", "1.0"),
+        Entry("rlinf.commands", "greet", "cli_commands:greet", "dist-cli", "1.0"),
+        Entry("rlinf.commands", "wave", "cli_package.inner:greet", "dist-cli", "1.0"),
         Entry("rlinf.commands", "constant", "cli_commands:not_callable", "dist-cli", "1.0"),
         Entry("rlinf.commands", "broken", "cli_broken:command", "dist-broken", "1.0"),
     ]
@@ -73,7 +90,10 @@ def test_help_lists_commands_without_importing_them(entries: list[Entry], capsys
     out = capsys.readouterr().out
     for part in ("run ", "plugins", "doctor", "plot", "hello", "(from dist-cli 1.0)", "dist-broken"):
         assert part in out
-    assert "cli_commands" not in sys.modules
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("  ")}
+    assert lines["greet"] == lines["wave"] == "rlinf greet: say hello"
+    assert lines["hello"] == "(from dist-cli 1.0)"
+    assert not {"cli_commands", "cli_package"} & set(sys.modules)
     assert main([]) == 2
     assert main(["--version"]) == 0
     assert main(["run", "--help"]) == 0
@@ -127,6 +147,20 @@ def test_the_configuration_and_its_keys_are_shown(entries: list[Entry], capsys: 
     ]
 
 
+def test_keys_that_must_be_set_are_shown_in_place(entries: list[Entry], capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    conf = sys.modules.get("cli_conf") or importlib.import_module("cli_conf")
+    recipe = Path(str(conf.__file__)).parent / "toys" / "count.yaml"
+    recipe.write_text("program: a:b\n")
+    assert main(["run", "toys/count", "--cfg", "size=5"]) == 2
+    shown = capsys.readouterr()
+    data = yaml.safe_load(shown.out)
+    assert data["num_steps"] == "???" and data["size"] == 5 and data["seed"] == 0
+    assert shown.err.startswith("rlinf: error: toys/count: not set and without a default: num_steps (an integer)")
+    assert main(["run", "toys/count", "--cfg", "siize=5"]) == 2 and capsys.readouterr().out == ""
+
+
 def test_plugins_are_listed_by_kind(entries: list[Entry], capsys: pytest.CaptureFixture[str]) -> None:
     entries += [
         Entry("rlinf.rewards", "own", "m:A", "dist-cli", "1.0"),
@@ -139,7 +173,7 @@ def test_plugins_are_listed_by_kind(entries: list[Entry], capsys: pytest.Capture
     assert "dist-sick 1.0" in out and "broken: ModuleNotFoundError" in out
     assert main(["plugins", "reward"]) == 0
     assert "(not installed)" in capsys.readouterr().out
-    assert main(["plugins", "envs"]) == 0
+    assert main(["plugins", "transports"]) == 0
     assert "none installed" in capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import cyclic_workers as toys
 import pytest
-from driving import drive
+from driving import Kept, drive
 
 from rlinf_core.errors import TraceError
 from rlinf_core.flow import trace
@@ -44,6 +44,27 @@ def test_members_of_a_cycle_stay_loaded_while_the_other_works(tmp_path: Path) ->
     found = drive(toys.program, CFG, tmp_path, plan="temporal", devices=1)
     for metrics in found.metrics:
         assert metrics["onloads"] == 1, "one load per step, though simulator and policy alternate"
+
+
+class Watching(Kept):
+    """What the ranks of each task took, by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[str, list[dict[str, tuple[int, float]]]] = {}
+
+    def spans(self, state: Any, results: Any) -> None:
+        told = [{name: (items, weight) for name, items, weight in r.times.taken} for r in results]
+        self.taken[state.task] = sorted(told, key=str)
+
+
+def test_a_call_says_what_it_took_from_which_channel(tmp_path: Path) -> None:
+    found = Watching()
+    drive(toys.program, CFG, tmp_path, plan="spatial", devices=3, portion=5, kept=found)
+    # Eight environments in sub-batches of 5 and 3; three rounds.
+    assert found.taken["rollout"] == [{"envs": (8, 8.0), "actions": (6, 24.0)}]
+    assert found.taken["act"] == [{"observations": (6, 24.0)}]
+    assert found.taken["train"] == [{"episodes": (8, 8.0)}]
 
 
 def test_a_cycle_needs_its_end(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_pictures_are_upright_and_the_task_is_told(envs: Any) -> None:
     assert envs.spec.max_episode_steps == 220
 
 
+@pytest.mark.long
 def test_reflections_can_be_left_away(envs: Any) -> None:
     whole = envs.reset(seeds=[0])
     plain_envs = libero(reflections=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,6 +44,30 @@ def test_goals_are_a_function_of_the_episodes_seed() -> None:
     assert len({tuple(few.reset([0], seeds=[seed])["state"][0, -3:]) for seed in range(12)}) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["reach-v3", "drawer-open-v3", "window-close-v3", "peg-unplug-side-v3"])
+def test_an_episode_is_one_of_metaworlds_own(task: str) -> None:
+    """With the goal and objects where a task of its benchmarks has them, all that follows is the same."""
+    from metaworld.types import Task
+
+    env = made((0,), task=task)
+    first = env.reset(seeds=[3])["state"][0]
+    kind = find_task(task)
+    data = {"rand_vec": env._envs[0].env._last_rand_vec, "env_cls": kind, "partially_observable": False}  # type: ignore[attr-defined]
+    own = kind()
+    own.set_task(Task(task, pickle.dumps(data)))
+    for _ in range(2):  # whatever was before
+        state, _ = own.reset()
+        own.step(np.ones(4, dtype=np.float32))
+    state, _ = own.reset()
+    assert np.array_equal(first, state.astype(np.float32))
+    for action in np.random.default_rng(0).uniform(-1, 1, (10, 4)).astype(np.float32):
+        result = env.step(action[None])
+        state, reward, _, _, info = own.step(action)
+        assert np.array_equal(result.obs["state"][0], state.astype(np.float32))
+        assert result.reward[0] == reward and result.success[0] == bool(info["success"])
+
+
 def test_success_is_that_of_the_step() -> None:
     """Go to the goal and away again."""
     env = made((0,))
@@ -65,6 +90,7 @@ def test_keeps_to_the_interface() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_another_task_keeps_to_the_interface() -> None:
     """One whose reset looks at where the last episode left its parts."""
     report = check_env(

@@ -60,7 +60,7 @@ def asked(k: int, rows: int = 2, **more: Any) -> Asked:
 
 def answers(made: Any, *questions: Asked) -> Any:
     out = Items()
-    report = made.act(Items(questions), out)
+    report = made.act(questions, out)
     assert report["rollout/inference_s"] > 0
     return out
 

@@ -79,9 +79,9 @@ def test_importing_the_stages_loads_neither_torch_nor_a_simulator() -> None:
 
 
 @engines
-@pytest.mark.parametrize("recipe", ["ppo_cartpole"])
-def test_shipped_recipes_compose(recipe: str) -> None:
-    pytest.importorskip("gymnasium")
+@pytest.mark.parametrize(("recipe", "simulator"), [("ppo_cartpole", "gymnasium"), ("ppo_reach", "metaworld")])
+def test_shipped_recipes_compose(recipe: str, simulator: str) -> None:
+    pytest.importorskip(simulator)
     cfg = compose(f"embodied/{recipe}")
     assert cfg.num_envs % cfg.num_stages == 0 and cfg.eval.greedy
     # The learning rate reaches its end with the run.

@@ -77,6 +77,7 @@ def test_a_response_that_fills_the_model_is_refused(tmp_path: Path) -> None:
     for changes in ({"sampling__max_new_tokens": 64}, {"sampling__max_new_tokens": 20, "rollout__max_model_len": 20}):
         (problem,) = check_recipe(recipe(model=model, **changes))
         assert problem.startswith("sampling.max_new_tokens: ") and "leaves no room for a prompt" in problem
+        assert ("rollout.max_model_len" in problem) == ("rollout__max_model_len" in changes)  # a key of vLLM's alone
 
 
 def test_the_defaults_are_possible() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlinf_core.cli.main import main
 from rlinf_core.config import Config, compose
 from rlinf_core.errors import ConfigError
 from rlinf_core.flow import trace
@@ -69,6 +70,14 @@ def test_a_recipe_gives_its_task_reward_and_sampling(model: Path, problems: Path
     assert cfg.eval.problems is None  # five are there: all of them
     other = composed("reasoning/grpo_arithmetic", f"model.path={model}", "task=jsonl", f"task.path={problems}")
     assert other.task.template == "{prompt}" and other.reward.name == "exact"
+
+
+def test_keys_that_must_be_set_are_shown_in_place(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", f"task.path={problems}", "--cfg"]) == 2
+    shown = capsys.readouterr()
+    data = yaml.safe_load(shown.out)
+    assert data["model"]["path"] == "???" and data["task"]["path"] == str(problems)
+    assert shown.err.startswith("rlinf: error: reasoning/eval: not set and without a default: model.path")
 
 
 def compose_defaults(name: str) -> dict[str, Any]:

@@ -62,6 +62,28 @@ def test_faults_are_named_with_file_and_line(tmp_path: Path, text: str, said: li
     assert all(part in str(caught.value) for part in ["task.path", *said])
 
 
+@pytest.mark.parametrize(
+    ("fields", "layout", "meant"),
+    [
+        (["question", "answer"], Layout("question", "questions"), "answer"),  # not the field of the prompt
+        (["question", "final"], Layout("question", "fnal"), "final"),
+        (["question"], Layout("question", "questions"), ""),
+        (["answer", "question"], Layout(), "question"),
+        (["answer"], Layout("answers", "answer"), ""),
+        (["text", "solution"], Layout("text", "answer"), "solution"),
+    ],
+)
+def test_the_field_that_is_suggested_is_a_likely_one(
+    tmp_path: Path, fields: list[str], layout: Layout, meant: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(dict.fromkeys(fields, "x")) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        read_jsonl(path, layout)
+    said = str(caught.value)
+    assert f"(did you mean {meant!r}?)" in said if meant else "did you mean" not in said
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.jsonl: No such file"):
         read_jsonl(tmp_path / "absent.jsonl")

@@ -181,12 +181,24 @@ def files(tmp_path: Path) -> list[str]:
 def test_the_recipes_of_a_model_of_your_own(files: list[str]) -> None:
     plain = compose("reasoning/grpo_math", files)
     for name, algorithm in (("dapo_math", "dapo"), ("ppo_math", "ppo")):
-        with pytest.raises(ConfigError, match=r"model\.path: this recipe trains a pretrained model"):
+        with pytest.raises(ConfigError, match=r"not set and without a default: model\.path"):
             compose(f"reasoning/{name}", files[:1])
+        with pytest.raises(ConfigError, match=r"model\.path: this recipe trains a pretrained model"):
+            compose(f"reasoning/{name}", [*files[:1], "model.path=null"])
         cfg = compose(f"reasoning/{name}", files)
         assert cfg.algorithm.name == algorithm and cfg.program.endswith(f":{algorithm}_arithmetic")
         assert cfg.warm_start.max_steps == 0
-        for key in ("num_steps", "prompts_per_step", "sampling", "trainer", "task", "reward", "rollout", "model", "eval"):
+        for key in (
+            "num_steps",
+            "prompts_per_step",
+            "sampling",
+            "trainer",
+            "task",
+            "reward",
+            "rollout",
+            "model",
+            "eval",
+        ):
             assert cfg[key] == plain[key], key
         with pytest.raises(ConfigError, match=f"run reasoning/{name}"):
             compose("reasoning/grpo_math", [*files, f"algorithm={algorithm}"])

@@ -27,6 +27,10 @@ class ConfigError(RLinfError, ValueError):
     bad_input = True
 
 
+class MissingKeys(ConfigError):
+    """Keys without a default are not set."""
+
+
 class PluginError(RLinfError):
     """A plugin is unknown, claimed twice or cannot be imported."""
 

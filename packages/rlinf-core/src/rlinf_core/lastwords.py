@@ -41,9 +41,13 @@ def describe(run: Path, *, saves: bool, words: Sequence[str] = ()) -> str:
     whole = Checkpoints(run).whole()
     if whole:
         step, path = whole[-1]
-        return f"{text}; last checkpoint: {path.relative_to(run)}, after {step} steps; {going_on(words)} goes on from it"
+        return (
+            f"{text}; last checkpoint: {path.relative_to(run)}, after {step} steps; {going_on(words)} goes on from it"
+        )
     if saves:
-        text += "; no checkpoint to go on from (checkpoint.every=N makes one every N steps, resume=auto goes on from it)"
+        text += (
+            "; no checkpoint to go on from (checkpoint.every=N makes one every N steps, resume=auto goes on from it)"
+        )
     return text
 
 

@@ -11,6 +11,7 @@ names); a module may say it for all its plugins with ``REQUIRES = {"import name"
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -119,6 +120,30 @@ class Entry:
         for part in filter(None, attribute.strip().split(".")):
             target = getattr(target, part)
         return target
+
+
+def described(entry: Entry) -> str:
+    """The first line of the docstring of what ``entry`` names, read from its source: nothing is imported. Empty where
+    there is none to be found."""
+    module, _, attribute = entry.value.partition(":")
+    top, *parts = module.strip().split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+        if spec is None or spec.origin is None:
+            return ""
+        path = Path(spec.origin).parent.joinpath(*parts) if parts else Path(spec.origin)
+        if parts:
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        return _docstring(ast.parse(path.read_text(encoding="utf-8")), attribute.strip())
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return ""
+
+
+def _docstring(tree: ast.Module, name: str) -> str:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n")[0].replace("``", "")
+    return ""
 
 
 @cache

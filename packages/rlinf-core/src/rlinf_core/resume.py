@@ -1,9 +1,9 @@
 """Where a run goes on: ``resume=none``, ``resume=auto`` or ``resume=PATH``.
 
-``auto`` looks for the newest unfinished run of the recipe with the same configuration and continues it in its own
-directory; with none, a new run begins. The path of a run directory continues that run in the same way and refuses
-another configuration; the path of a checkpoint (``…/checkpoints/step-00000010``) begins a new run from it, whatever
-else the configuration says.
+``auto`` looks for the newest run of the recipe with the same configuration and continues it in its own directory, where
+steps are left (a finished run too, when ``num_steps`` is larger now); with none, a new run begins. The path of a run
+directory continues that run in the same way and refuses another configuration; the path of a checkpoint
+(``…/checkpoints/step-00000010``) begins a new run from it, whatever else the configuration says.
 """
 
 from __future__ import annotations

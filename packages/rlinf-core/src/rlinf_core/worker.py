@@ -83,7 +83,8 @@ class Out(Generic[T]):
     name: str
 
     def put(self, item: T, key: Hashable = None, weight: float = 1.0, timeout: float | None = None) -> None:
-        """Hand an item on; ``weight`` is what ``get_batch`` counts, and what a channel dealt by weight goes by.
+        """Hand an item on; ``weight`` is what ``get_batch`` counts, and what a channel dealt by weight goes by. A block
+        that two stages pass to and fro has the number of its items as weight, which a profile reads.
 
         Waits for credit (items and bytes) once several puts of this writer have no answer; one that is refused raises
         at a later put or at the end. With ``timeout`` it waits for its own answer. Items put within a millisecond of

@@ -49,7 +49,8 @@ class Simulator(Loading):
         size = actions.portion or max(1, len(mine))
         parts = [mine[i : i + size] for i in range(0, len(mine), size)]
         for k, part in enumerate(parts):
-            observations.put(Block((self.rank, k), [env.state for env in part]), key=(self.rank, k))
+            block = Block((self.rank, k), [env.state for env in part])
+            observations.put(block, key=block.place, weight=len(part))
         for turn in range(self.cfg["rounds"]):
             for k, part in enumerate(parts):
                 block = actions.get(key=(self.rank, k))
@@ -58,7 +59,8 @@ class Simulator(Loading):
                     for env, action in zip(part, block.values, strict=True):
                         env.state += action
                 if turn + 1 < self.cfg["rounds"]:
-                    observations.put(Block((self.rank, k), [env.state for env in part]), key=(self.rank, k))
+                    block = Block((self.rank, k), [env.state for env in part])
+                    observations.put(block, key=block.place, weight=len(part))
         observations.close()
         for env in mine:
             episodes.put(env)
@@ -72,7 +74,8 @@ class Policy(Loading):
             with self.on_device():
                 assert self.loaded
                 for block in portion:
-                    actions.put(Block(block.place, [2 * value + 1 for value in block.values]), key=block.place)
+                    answer = [2 * value + 1 for value in block.values]
+                    actions.put(Block(block.place, answer), key=block.place, weight=len(answer))
 
 
 class Unending(Simulator):

@@ -1,4 +1,4 @@
-"""Embodied reinforcement learning of RLinf. Here so far: what an episode amounts to."""
+"""Embodied reinforcement learning: environments, policies, stages, recipes. Importing it loads none of them."""
 
 from rlinf_embodied.episodes import Episode, EpisodeTracker, summarise
 

@@ -39,7 +39,7 @@ class Origin:
 
 
 def eval_command(argv: list[str]) -> int:
-    """Compose the recipe ``reasoning/eval`` from what is named and run it."""
+    """``rlinf eval [WHAT] [key=value ...]``: pass@1 and pass@k of a model on problems, every answer kept."""
     parser = Parser(prog="rlinf eval", description=DESCRIPTION)
     parser.add_argument("words", metavar="[WHAT] [key=value ...]", nargs="*")
     parser.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
@@ -47,22 +47,24 @@ def eval_command(argv: list[str]) -> int:
     if not args.words:
         parser.error("of which model, on which problems? rlinf eval model.path=DIR task.path=problems.jsonl")
     what, overrides = ("", args.words) if "=" in args.words[0] else (args.words[0], args.words[1:])
-    composed = compose_eval(what, overrides)
+    from rlinf_core.cli.run import print_config
+    from rlinf_core.errors import MissingKeys
+
+    try:
+        composed = compose_eval(what, overrides)
+    except MissingKeys:
+        if args.cfg:
+            print_config(compose_eval(what, overrides, allow_missing=True).config)
+        raise
     if args.cfg:
-        import sys
-
-        import yaml
-
-        from rlinf_core.rundir import to_json
-
-        yaml.safe_dump(to_json(composed.config.to_dict())[0], sys.stdout, sort_keys=False, allow_unicode=True)
+        print_config(composed.config)
         return OK
     from rlinf_core import runner
 
     return int(runner.run(composed.config, composed.name))
 
 
-def compose_eval(what: str, overrides: Sequence[str]) -> Any:
+def compose_eval(what: str, overrides: Sequence[str], *, allow_missing: bool = False) -> Any:
     """The configuration of an evaluation of ``what`` (see ``DESCRIPTION``), as ``compose_full`` gives it.
 
     Raises:
@@ -90,7 +92,7 @@ def compose_eval(what: str, overrides: Sequence[str]) -> Any:
         carried["eval"] = {k: v for k, v in carried.get("eval", {}).items() if k != "problems"}
         if "task.eval_path" not in given and "task" in carried:
             carried["task"] = {k: v for k, v in carried["task"].items() if k != "eval_path"}
-    return compose_full(RECIPE, [*chosen, *overrides], carried=carried)
+    return compose_full(RECIPE, [*chosen, *overrides], carried=carried, allow_missing=allow_missing)
 
 
 def origin_of(what: str) -> Origin:
@@ -121,6 +123,8 @@ def origin_of(what: str) -> Origin:
             f"{error}. Nor is there a directory {what} (a run's, or a model's: nothing is downloaded)"
         ) from error
     values = _without_missing(composed.config.to_dict())
+    if values.get("model", {}).get("path", "") is None:
+        del values["model"]["path"]  # a model that nobody has trained: model.path is the user's to give
     missing = [group for group in GROUPS if group not in values]
     if missing:
         raise ConfigError(

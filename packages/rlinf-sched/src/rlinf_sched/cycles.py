@@ -116,8 +116,8 @@ def _table(
             back = np.array([_way(problem, two, n) for n in accepted[1]])
             for i, na in enumerate(accepted[0]):
                 room = counts_b <= problem.devices - na
-                way = _way(problem, one, na) + back[room]
-                total = cycle.rounds * round_seconds(ta[i], tb[room], k, way)
+                both = _way(problem, one, na) + back[room]
+                total = cycle.rounds * round_seconds(ta[i], tb[room], k, both)
                 for j in np.flatnonzero(total < best[na + counts_b[room]]):
                     nb = int(counts_b[j])
                     offer(na + nb, float(total[j]), max(ka[i], kb[j]), max(wa[i], wb[j]), (na, nb, k))

@@ -97,13 +97,15 @@ rlinf COMMAND --help says more. Exit codes: 0 done, 1 the run failed, 2 bad inpu
 
 
 def _help() -> str:
-    from rlinf_core.registry import Registry
+    from rlinf_core.registry import Registry, described
 
     rows = [(name, text) for name, (_, text) in BUILT_IN.items()]
     registry = Registry("rlinf.commands")
     for info in registry.describe():
         if info.name not in BUILT_IN:
-            rows.append((info.name, f"(from {info.source}{': ' + info.status if info.status else ''})"))
+            said = described(registry.entry(info.name)).rstrip(".") if not info.status else ""
+            origin = f"(from {info.source}{': ' + info.status if info.status else ''})"
+            rows.append((info.name, said[:1].lower() + said[1:] if said else origin))
     width = max(len(name) for name, _ in rows) + 2
     return USAGE.format(commands="\n".join(f"  {name:<{width}}{text}" for name, text in rows))
 

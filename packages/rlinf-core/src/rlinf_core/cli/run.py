@@ -19,7 +19,7 @@ def command(argv: list[str]) -> int:
     parser = Parser(prog="rlinf run", description=DESCRIPTION)
     parser.add_argument("words", metavar="RECIPE [key=value ...]", nargs="*")
     show = parser.add_mutually_exclusive_group()
-    show.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+    show.add_argument("--cfg", action="store_true", help="print the composed configuration (??? is to be set) and stop")
     show.add_argument("--keys", action="store_true", help="list the keys with type, value and meaning and stop")
     args = parser.parse_intermixed_args(argv)
     if not args.words:
@@ -28,22 +28,32 @@ def command(argv: list[str]) -> int:
     if "=" in recipe:
         parser.error(f"the recipe comes first, before {recipe!r}")
     from rlinf_core.config import compose_full
+    from rlinf_core.errors import MissingKeys
 
-    composed = compose_full(recipe, overrides, allow_missing=args.keys)
+    try:
+        composed = compose_full(recipe, overrides, allow_missing=args.keys)
+    except MissingKeys:
+        if args.cfg:  # what there is of it, with ??? where something is to be set
+            print_config(compose_full(recipe, overrides, allow_missing=True).config)
+        raise
     if args.keys:
         _print_keys([(key.path, key.type, key.default, key.help) for key in composed.list_keys()])
         return OK
     if args.cfg:
-        import yaml
-
-        from rlinf_core.rundir import to_json
-
-        data = to_json(composed.config.to_dict())[0]
-        yaml.safe_dump(data, sys.stdout, sort_keys=False, allow_unicode=True)
+        print_config(composed.config)
         return OK
     from rlinf_core import runner
 
     return int(runner.run(composed.config, composed.name))
+
+
+def print_config(config: Any) -> None:
+    """A composed configuration as YAML on stdout."""
+    import yaml
+
+    from rlinf_core.rundir import to_json
+
+    yaml.safe_dump(to_json(config.to_dict())[0], sys.stdout, sort_keys=False, allow_unicode=True)
 
 
 def _print_keys(rows: list[tuple[str, str, Any, str]]) -> None:

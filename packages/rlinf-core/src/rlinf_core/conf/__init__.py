@@ -115,8 +115,9 @@ class CoreConfig:
     resume: str = field(
         default="none",
         metadata={
-            "help": "auto: go on with the newest unfinished run of this configuration; a run directory: with that one; "
-            "a checkpoint in one: a new run from it; none"
+            "help": "auto: go on with the newest run of this configuration that has steps left (a finished one too, "
+            "when num_steps is larger now); a run directory: with that one; a checkpoint in one: a new run from it; "
+            "none"
         },
     )
     run_dir: str = field(default="runs", metadata={"help": "folder under which runs make their directories"})

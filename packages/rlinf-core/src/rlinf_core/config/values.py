@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlinf_core.config.node import leaves
 from rlinf_core.config.schema import MISSING, UNTYPED, Schema, describe, is_schema, slots_of, unwrap
-from rlinf_core.errors import ConfigError, nearest
+from rlinf_core.errors import ConfigError, MissingKeys, nearest
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -82,6 +82,8 @@ def _put(root: DictConfig, schema: Schema, path: str, value: Any, *, where: str 
         known = list(slots_of(unwrap(above.hint)[0])) if above and is_schema(unwrap(above.hint)[0]) else []
         raise ConfigError(f"unknown key {path!r}{where}{nearest(key, known)}; keys there: {', '.join(known)}")
     if value == MISSING:
+        if create:  # the recipe leaves it to its user, whatever the schema's default is
+            _set(root, path, MISSING)
         return
     inner, optional = unwrap(slot.hint)
     untyped = inner is UNTYPED and isinstance(value, Mapping) and OmegaConf.is_dict(_get(root, path))
@@ -193,7 +195,8 @@ def resolve(root: DictConfig, schema: Schema, recipe: RecipeSource, allow_missin
         for key in missing:
             slot = schema.slot(key)
             texts.append(f"{key} ({describe(slot.hint)})" if slot else key)
-        raise ConfigError(f"{recipe.name}: not set and without a default: {', '.join(texts)}; give {missing[0]}=…")
+        give = " ".join(f"{key}=…" for key in missing)
+        raise MissingKeys(f"{recipe.name}: not set and without a default: {', '.join(texts)}; give {give}")
     try:
         data = OmegaConf.to_container(root, resolve=True)
     except OmegaConfBaseException as error:

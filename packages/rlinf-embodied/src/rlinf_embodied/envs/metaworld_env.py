@@ -66,11 +66,13 @@ class MetaWorldSingle:
     """One MetaWorld task as ``PerEnv`` wants it."""
 
     def __init__(self, env: Any, goals: int) -> None:
+        from gymnasium.envs.mujoco import MujocoEnv
+
         self.env = env
         self._goals = goals
-        # What its own benchmarks set through a pickled task: goal in the observation, positions drawn at each reset.
+        self._base_reset: Any = MujocoEnv.reset
+        # What its own benchmarks set through a pickled task: the goal in the observation, where things are at a reset.
         env._partially_observable = False
-        env._freeze_rand_vec = False
         env.seeded_rand_vec = True
         env._set_task_called = True
         env.__dict__.pop("sawyer_observation_space", None)  # kept from when the goal was hidden
@@ -78,8 +80,17 @@ class MetaWorldSingle:
     def reset(self, seed: int) -> Observation:
         if self._goals:
             seed = derive_seed(0, "metaworld goal", seed % self._goals)
-        self.env.seed(narrow(seed))
-        obs, _ = self.env.reset()
+        env = self.env
+        env.seed(narrow(seed))
+        # As MetaWorld's own reset, which lays the scene out twice, in some tasks with traces of the first time in the
+        # observation: both must be of the same draw, as they are with a task of its benchmarks.
+        env.curr_path_length = 0
+        env._freeze_rand_vec = False
+        env.reset_model()
+        env._freeze_rand_vec = True
+        obs, _ = self._base_reset(env)
+        env._prev_obs = obs[:18].copy()
+        obs[18:36] = env._prev_obs
         return {"state": obs}
 
     def step(self, action: NDArray[Any]) -> tuple[Observation, float, bool, bool]:

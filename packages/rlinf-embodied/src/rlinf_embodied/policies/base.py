@@ -28,9 +28,9 @@ class Decision:
     """What a policy decided for B environments.
 
     ``actions`` [B, C, *A] for the environment; ``taken`` [B, C, D] what log-probs are of, before any squashing,
-    clipping or decoding (token ids, or numbers: what ``evaluate`` is given again); ``logprobs`` [B, C, D]; ``values`` [B, C] or
-    [B, 1] (one of the whole chunk), or ``None`` for a policy without a value head. Log-probs and values are float32, or
-    float64 of a model in float64.
+    clipping or decoding (token ids, or numbers: what ``evaluate`` is given again); ``logprobs`` [B, C, D]; ``values``
+    [B, C] or [B, 1] (one of the whole chunk), or ``None`` for a policy without a value head. Log-probs and values are
+    float32, or float64 of a model in float64.
     """
 
     actions: NDArray[Any]

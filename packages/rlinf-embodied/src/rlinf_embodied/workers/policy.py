@@ -61,13 +61,12 @@ class PolicyWorker(Worker):
         """Answer until nothing more is asked. Returns ``rollout/inference_s``, seconds of an average rank (report it
         with ``reduce="sum"``)."""
         spent = 0.0
-        for portion in observations.batches():
+        for asked in observations:  # one by one: what waits is for other ranks too
             with self.on_device():
-                for asked in portion:
-                    began = time.perf_counter()
-                    answer = self._answer(asked)
-                    spent += time.perf_counter() - began
-                    actions.put(answer, key=asked.place, weight=len(asked.keys))
+                began = time.perf_counter()
+                answer = self._answer(asked)
+                spent += time.perf_counter() - began
+                actions.put(answer, key=asked.place, weight=len(asked.keys))
         return {"rollout/inference_s": spent / self.world_size}
 
     def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -108,8 +108,9 @@ def check_room(root: Any) -> list[str]:
     room, response = room_for_prompts(root), root.sampling.max_new_tokens
     if room is None or room >= 1:
         return []
-    tiny = root.model.path is None
-    keys = "model.tiny.max_positions" if tiny else "its config.json, or rollout.max_model_len"
+    keys = "model.tiny.max_positions" if root.model.path is None else "its config.json"
+    if root.model.path is not None and "max_model_len" in root.rollout:
+        keys += ", or rollout.max_model_len"
     return [
         f"sampling.max_new_tokens: {response} leaves no room for a prompt in the model's {response + room} positions "
         f"({keys})"

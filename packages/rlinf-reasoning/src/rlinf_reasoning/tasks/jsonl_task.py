@@ -13,6 +13,8 @@ from rlinf_core.errors import ConfigError, nearest
 from rlinf_reasoning.tasks.base import Problem
 from rlinf_reasoning.tasks.chat import check_messages, text_of
 
+USUAL = {"prompt_field": ("prompt", "question", "problem"), "answer_field": ("answer", "solution")}
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -72,11 +74,13 @@ def _problem(line: str, where: str, layout: Layout, pattern: re.Pattern[str] | N
         ) from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a {_kind(row)} where an object is needed, like {layout.example()}")
-    for name, key in ((layout.prompt, "task.prompt_field"), (layout.answer, "task.answer_field")):
+    roles = (("prompt_field", layout.prompt, layout.answer), ("answer_field", layout.answer, layout.prompt))
+    for key, name, other in roles:
         if name not in row:
             has = ", ".join(row) or "no fields"
             raise ConfigError(
-                f"{where}: field {name!r} is missing{nearest(name, row)}; the line has {has} ({key} names another)"
+                f"{where}: field {name!r} is missing{_likely(key, name, [n for n in row if n != other])}; the line has "
+                f"{has} (task.{key} names another)"
             )
     if "\\ud" in line.lower():
         _check_surrogates(row, where)
@@ -87,6 +91,12 @@ def _problem(line: str, where: str, layout: Layout, pattern: re.Pattern[str] | N
     else:
         answer = _matched(answer, pattern, where)
     return Problem(prompt, answer, row, messages)
+
+
+def _likely(key: str, name: str, others: list[str]) -> str:
+    """Which of the ``others`` may be meant by ``name``: the usual name of such a field before one that looks alike."""
+    usual = next((word for word in USUAL[key] if word in others), None)
+    return f" (did you mean {usual!r}?)" if usual is not None else nearest(name, others)
 
 
 def _check_surrogates(row: dict[str, Any], where: str) -> None:
