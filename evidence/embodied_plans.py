@@ -18,7 +18,7 @@ import yaml
 from _common import arguments, rows, run_recipe, table, write
 from _m2flow_page import auto_table, error_table, gantt, prediction_table
 from _m2flow_workloads import WORKLOADS, Case, Workload, cycle, leaf, pipe, share
-from m2flow import Experiment, kind
+from m2flow import Experiment
 
 from rlinf_sched.cycles import round_seconds
 
@@ -183,7 +183,7 @@ class Plans(Experiment):
             shutil.copytree(self.profiles / self.name, self.root / "profile")
         self._timed("plan", self._plan)
         self._planned("auto", self.workload.devices, "best")
-        self.plans["auto"]["family"] = kind(yaml.safe_load(Path(self.plans["auto"]["file"]).read_text())["tree"])
+        self.plans["auto"]["family"] = yaml.safe_load(self.plans["auto"]["plan"])["name"]
         for _ in range(self.repeats):  # interleaved, so that a slow minute of the machine meets all of them
             for label in self.plans:
                 self._timed("compare", partial(self._measure, label))

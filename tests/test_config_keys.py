@@ -135,6 +135,7 @@ OWN = ("env", "model", "algorithm", "eval", "num_envs", "num_stages", "rollout_s
 SIMULATORS = {"ppo_reach": "metaworld", "ppo_pushcube": "mani_skill"}
 
 
+@pytest.mark.filterwarnings("default")  # simulators warn of what they do themselves
 def test_every_embodied_key_is_read_by_some_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
     (tmp_path / "suite").mkdir()
@@ -156,6 +157,9 @@ def test_every_embodied_key_is_read_by_some_run(tmp_path: Path, monkeypatch: pyt
             recipe="embodied/grpo_libero_vla",
         ),
     ]  # fmt: skip
+    (model,) = (tmp_path / "groups").glob("embodied/grpo_libero_vla/*/export")
+    again = ["algorithm.group_size=2", f"model.path={model}"]
+    runs.append(unread(tmp_path, "again", *EMBODIED, *again, recipe="embodied/grpo_libero_vla"))
     for name, module in SIMULATORS.items():
         if importlib.util.find_spec(module) is not None:
             runs.append(unread(tmp_path, name, *EMBODIED, recipe=f"embodied/{name}"))

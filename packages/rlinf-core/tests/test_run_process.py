@@ -26,6 +26,7 @@ import os, signal, sys, threading
 from dataclasses import dataclass
 from pathlib import Path
 from rlinf_core import In, Out, Prompt, Worker, recipe, task
+from rlinf_core.errors import ConfigError
 
 @dataclass
 class Keys:
@@ -43,6 +44,8 @@ def pause(cfg, where):
 class Maker(Worker):
     def setup(self):
         pause(self.cfg, "setup")
+        if self.cfg.fault == "refuse":
+            threading.Event().wait(120)  # in the middle of something when the run ends
     @task
     def make(self, prompts: In[Prompt], out: Out[int]):
         for portion in prompts.batches():
@@ -68,6 +71,9 @@ class Maker(Worker):
 
 class Summer(Worker):
     device = False
+    def setup(self):
+        if self.cfg.fault == "refuse":
+            raise ConfigError("model.path: no such model")
     @task
     def total(self, numbers: In[int]):
         return {"sum": sum(numbers)}
@@ -173,6 +179,16 @@ def test_the_cause_is_the_last_thing_printed(recipe: Path, address: str, fault: 
     assert re.search(last, err), err
     tail = err[err.rindex("rlinf: error:") :]
     assert "raylet" not in tail
+    assert not psutil.wait_procs(our_workers(recipe.parent), timeout=10)[1]
+
+
+def test_what_a_worker_refuses_is_said_in_one_line(recipe: Path, address: str) -> None:
+    """Ray has a page to say about each worker that is ended in the middle of its set-up."""
+    code, out, err = finish(start(recipe, address, "fault=refuse"))
+    assert code == 2
+    last = "summer[0] failed in setup: ConfigError: model.path: no such model"
+    assert err.splitlines()[-1] == f"rlinf: error: {last}" and err.splitlines()[-2] == "setting up workers", err
+    assert "raylet" not in out + err and "SYSTEM_ERROR" not in out + err
     assert not psutil.wait_procs(our_workers(recipe.parent), timeout=10)[1]
 
 

@@ -59,8 +59,8 @@ def plot_run(run_dir: str | Path, name: str = "run.png") -> Path:
     the path.
 
     Reads phase ``train``: ``reward/mean``, ``accuracy``, ``response/length``, ``return``, ``success_once``,
-    ``time/<stage>_s``; and phase ``evaluate``: ``accuracy``, ``return``, ``success_once``. What a run did not log has no panel. Raises RLinfError when there are no metrics to
-    draw.
+    ``time/<stage>_s``; and phase ``evaluate``: ``accuracy``, ``return``, ``success_once``. What a run did not log has
+    no panel. Raises RLinfError when there are no metrics to draw.
     """
     folder = Path(run_dir)
     if not (folder / FILE).is_file():

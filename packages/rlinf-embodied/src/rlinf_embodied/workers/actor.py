@@ -62,7 +62,12 @@ class Actor(Worker):
             spec = read_spec(self.run_dir)
             self.trainer, policy = self._training.load_trainer(self.cfg, spec, self.parallel, self.seed)
             self._update = self._training.load_update(self.cfg, self.trainer, policy, self.seed)
-            self._limit_threads(policy)
+            size = sum(parameter.numel() for parameter in policy.parameters())
+            if size < SMALL:
+                self._one_thread()
+        if self.rank == 0:
+            names = f"{self.cfg.algorithm.name} by the trainer {self.cfg.trainer.name}"
+            self.log.info(f"policy {self.cfg.model.name} with {size:,} parameters; {names}")
 
     @task
     def train(self, trajectories: In[Trajectory]) -> dict[str, float]:
@@ -105,13 +110,11 @@ class Actor(Worker):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.trainer.weights()
 
-    def _limit_threads(self, policy: Any) -> None:
-        """A small network is computed by one thread: it is no faster with more, and far slower where others want the
-        cores too."""
+    def _one_thread(self) -> None:
+        """A small network is no faster with more threads, and far slower with them where others want the cores too."""
         import torch
 
-        if sum(parameter.numel() for parameter in policy.parameters()) < SMALL:
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> Path:
         """Keep a batch that broke the numbers, for a look afterwards."""
