@@ -10,6 +10,7 @@ constructor that the environment has the observations and the kind of action tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,6 +54,9 @@ class Policy(Protocol):
     """D, log-probs per step."""
     value_level: str
     """"action" (values [B, C]), "chunk" ([B, 1]) or "none"."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """What is learnt, as every module has it."""
 
     def act(self, obs: Observation, uniform: NDArray[np.float64], *, greedy: bool = False) -> Decision:
         """Decide for B environments, without gradients. ``uniform`` [B, C, D] in (0, 1) is all the randomness there is
