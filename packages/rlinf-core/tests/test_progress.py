@@ -49,6 +49,17 @@ def test_the_line_shows_what_is_known() -> None:
     assert format_line(ProgressState("train", 3, 0)) == "train 3"
 
 
+def test_the_line_of_a_run_with_environments() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, Clock())
+    progress.phase("train", 2)
+    progress.step(1, {"return": 237.26, "success_once": 0.5, "env_steps_per_s": 12_345.0})
+    progress.step(2, {"return": 500.0, "success_once": 0.0})
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("train 1/2 | return 237.3 | success 50.0% | 12.3k env steps/s | ")
+    assert second.startswith("train 2/2 | return 500 | 0.00 s/step"), "no success anywhere is not shown"
+
+
 def test_the_whole_step_is_no_stage() -> None:
     assert stage_times({**METRICS, "loss": 1.0}) == {"generate": 2.0, "train": 0.5}
 

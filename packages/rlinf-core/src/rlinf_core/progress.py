@@ -26,6 +26,9 @@ class ProgressState:
     left_s: float | None = None
     device_use: float | None = None
     activity: str = ""
+    episode_return: float | None = None
+    success: float | None = None
+    env_steps_per_s: float | None = None
 
 
 def format_seconds(seconds: float) -> str:
@@ -57,8 +60,14 @@ def format_line(state: ProgressState, width: int | None = None) -> str:
         parts.append(f"reward {state.reward:.3f}")
     if state.accuracy is not None:
         parts.append(f"accuracy {state.accuracy:.1%}")
+    if state.episode_return is not None:
+        parts.append(f"return {state.episode_return:.4g}")
+    if state.success:  # environments without a notion of success always say 0
+        parts.append(f"success {state.success:.1%}")
     if state.tokens_per_s is not None:
         parts.append(f"{format_count(state.tokens_per_s)} tok/s")
+    if state.env_steps_per_s is not None:
+        parts.append(f"{format_count(state.env_steps_per_s)} env steps/s")
     if state.device_use is not None:
         parts.append(f"devices {state.device_use:.0%}")
     if state.step_s is not None:
@@ -85,8 +94,9 @@ def stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
 class Progress:
     """Prints the line: redrawn in place on a terminal, one plain line per step elsewhere.
 
-    It reads the metrics ``reward/mean``, ``accuracy``, ``tokens_per_s``, ``device/use`` and ``time/<stage>_s``. The
-    time left is the mean of the last ten steps times the steps that are left.
+    It reads the metrics ``reward/mean``, ``accuracy``, ``return``, ``success_once``, ``tokens_per_s``,
+    ``env_steps_per_s``, ``device/use`` and ``time/<stage>_s``. The time left is the mean of the last ten steps times the
+    steps that are left.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,6 +139,9 @@ class Progress:
             step_s=self._recent[-1],
             left_s=mean * remaining if remaining > 0 else None,
             device_use=metrics.get("device/use"),
+            episode_return=metrics.get("return"),
+            success=metrics.get("success_once"),
+            env_steps_per_s=metrics.get("env_steps_per_s"),
         )
         self._draw(self._state)
 
