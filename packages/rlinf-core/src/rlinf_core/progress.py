@@ -95,8 +95,8 @@ class Progress:
     """Prints the line: redrawn in place on a terminal, one plain line per step elsewhere.
 
     It reads the metrics ``reward/mean``, ``accuracy``, ``return``, ``success_once``, ``tokens_per_s``,
-    ``env_steps_per_s``, ``device/use`` and ``time/<stage>_s``. The time left is the mean of the last ten steps times the
-    steps that are left.
+    ``env_steps_per_s``, ``device/use`` and ``time/<stage>_s``. The time left is the mean of the last ten steps times
+    the steps that are left.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
