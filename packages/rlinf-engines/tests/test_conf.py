@@ -21,7 +21,7 @@ from rlinf_engines.model_check import check_lengths, check_model_path, head_size
 
 
 def root(model: Any) -> SimpleNamespace:
-    return SimpleNamespace(model=model, cluster=SimpleNamespace(address=None))
+    return SimpleNamespace(model=model, cluster=SimpleNamespace(address=None, virtual_devices=None))
 
 
 def test_composing_and_reading_metadata_load_nothing_heavy() -> None:
@@ -162,10 +162,15 @@ def test_vllm_s_own_list_of_head_sizes_is_ours() -> None:
 
 def test_where_an_accelerator_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    here, there = SimpleNamespace(address=None), SimpleNamespace(address="10.0.0.1:6379")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    here = SimpleNamespace(address=None, virtual_devices=None)
+    there = SimpleNamespace(address="10.0.0.1:6379", virtual_devices=None)
     assert not may_have_accelerator(here, tmp_path) and may_have_accelerator(there, tmp_path)
     (tmp_path / "nvidia0").touch()
     assert may_have_accelerator(here, tmp_path)
+    here.virtual_devices = 2
+    assert not may_have_accelerator(here, tmp_path), "CPU slots were asked for"
 
 
 def write(path: Path, config: dict[str, Any]) -> Path:

@@ -1,9 +1,9 @@
 """Devices of a run: a local Ray, a Ray cluster, or (debugging) this process alone.
 
-Without accelerators a *device* is a CPU slot. On a machine without Ray, ``cluster.virtual_devices=N`` makes N of
-them; on a Ray cluster a node offers slots through the custom resources ``rlinf_slot_0``, ``rlinf_slot_1``, …. A run
-reserves its devices in a placement group that carries the run's name, so that two runs never share a device
-unknowingly and the one that comes second can say who holds what it lacks.
+Without accelerators a *device* is a CPU slot. On a machine without Ray there are two of them, or as many as
+``cluster.virtual_devices`` says; on a Ray cluster a node offers slots through the custom resources ``rlinf_slot_0``,
+``rlinf_slot_1``, …. A run reserves its devices in a placement group that carries the run's name, so that two runs never
+share a device unknowingly and the one that comes second can say who holds what it lacks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ SLOT = "rlinf_slot_"
 GROUP_PREFIX = "rlinf:"
 PROBE_TIMEOUT_S = 10.0
 RESERVE_TIMEOUT_S = 10.0
+DEFAULT_SLOTS = 2
+# Files that a driver of an accelerator makes: NVIDIA's, AMD's, that of Windows' Linux.
+ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 GPU_CLAIM_TIMEOUT_S = 120.0
 
 
@@ -182,9 +186,10 @@ def connect(settings: Any, run_name: str) -> Cluster:
 
     Raises ``PlacementError`` when no device is to be had and ``RLinfError`` when Ray cannot be reached.
     """
-    virtual = settings.virtual_devices
+    virtual = slots_here(settings)
     if settings.debug:
-        return Cluster(local_info(settings), "127.0.0.1", run_name, debug=True, nodes={"local": "127.0.0.1"})
+        slots = ClusterInfo.virtual(max(1, virtual))
+        return Cluster(slots, "127.0.0.1", run_name, debug=True, nodes={"local": "127.0.0.1"})
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if settings.address or os.environ.get("RAY_ADDRESS"):
         use_token()
@@ -213,6 +218,10 @@ def connect(settings: Any, run_name: str) -> Cluster:
     if not devices:
         if owns:
             ray.shutdown()
+        if address is None:
+            raise PlacementError(
+                "Ray found no accelerator on this machine; cluster.virtual_devices=2 gives two CPU slots instead"
+            )
         raise PlacementError(
             "the Ray cluster offers no devices: give a node CPU slots with "
             f'`ray start … --resources=\'{{"{SLOT}0": 1, "{SLOT}1": 1}}\'`, or start it where there are GPUs'
@@ -275,9 +284,26 @@ def _devices_of(node: dict[str, Any], first_id: int) -> list[DeviceInfo]:
     ]
 
 
-def local_info(settings: Any) -> ClusterInfo:
-    """The devices that a run on this machine alone will have, known before Ray is started."""
-    return ClusterInfo.virtual(max(1, settings.virtual_devices) if settings.debug else settings.virtual_devices)
+def accelerator_here(devices: Path = Path("/dev")) -> bool:
+    """Whether this machine has an accelerator that is not hidden from this process, told without its libraries."""
+    hidden = any(os.environ.get(name) in ("", "-1", "NoDevFiles") for name in HIDING)
+    return not hidden and any(next(devices.glob(name), None) is not None for name in ACCELERATORS)
+
+
+def slots_here(settings: Any) -> int:
+    """How many CPU slots a Ray of our own on this machine has: what is set, else two where there is no accelerator."""
+    if settings.virtual_devices is not None:
+        return int(settings.virtual_devices)
+    return 0 if accelerator_here() else DEFAULT_SLOTS
+
+
+def local_info(settings: Any) -> ClusterInfo | None:
+    """The devices that a run on this machine alone will have, known before Ray is started; ``None`` where that is
+    accelerators, which Ray finds."""
+    slots = slots_here(settings)
+    if settings.debug:
+        return ClusterInfo.virtual(max(1, slots))
+    return ClusterInfo.virtual(slots) if slots or not accelerator_here() else None
 
 
 @contextlib.contextmanager

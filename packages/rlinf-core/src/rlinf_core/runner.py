@@ -203,7 +203,9 @@ def run(cfg: Config, recipe: str, observe: Observer | None = None, *, quiet: boo
         _check_plugins(cfg)
         program, graph, groups = prepare(cfg, Path(cfg.run_dir) / recipe, resumed)
         if not cfg.cluster.address and not os.environ.get("RAY_ADDRESS"):
-            plan_for(cfg, graph, groups, local_info(cfg.cluster))  # faults of the plan show before Ray is started
+            here = local_info(cfg.cluster)
+            if here is not None:
+                plan_for(cfg, graph, groups, here)  # faults of the plan show before Ray is started
         link = said_at_start(cfg.channels.link, cfg.channels.link_bytes)
         directory = _directory(cfg, recipe, resumed)
         with directory:

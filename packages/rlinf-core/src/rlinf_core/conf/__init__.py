@@ -22,8 +22,13 @@ class ClusterConfig:
     address: str | None = field(
         default=None, metadata={"help": "Ray cluster to join; null starts one on this machine (or joins RAY_ADDRESS)"}
     )
-    virtual_devices: int = field(
-        default=2, metadata={"min": 0, "help": "CPU slots that stand for devices where there is no accelerator"}
+    virtual_devices: int | None = field(
+        default=None,
+        metadata={
+            "min": 0,
+            "help": "CPU slots that stand for devices on this machine, also where it has accelerators; null: two where "
+            "it has none",
+        },
     )
     virtual_device_bytes: int | None = field(
         default=None,

@@ -13,8 +13,6 @@ from rlinf_engines.model_check import attention_heads, head_size, max_positions
 
 # Head sizes that the attention of the vLLM build for CPUs is compiled for (vLLM 0.32, CPUAttentionBackend).
 VLLM_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Files that a driver of an accelerator makes: NVIDIA's, AMD's, that of Windows' Linux.
-ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def may_have_accelerator(cluster: Any, devices: Path = Path("/dev")) -> bool:
@@ -22,7 +20,9 @@ def may_have_accelerator(cluster: Any, devices: Path = Path("/dev")) -> bool:
     cluster whose machines are not known yet."""
     if cluster.address or os.environ.get("RAY_ADDRESS"):
         return True
-    return any(next(devices.glob(name), None) is not None for name in ACCELERATORS)
+    from rlinf_core.cluster import accelerator_here
+
+    return not cluster.virtual_devices and accelerator_here(devices)
 
 
 def check_head_size(size: int | None, sizes: Sequence[int] = VLLM_HEAD_SIZES) -> list[str]:
