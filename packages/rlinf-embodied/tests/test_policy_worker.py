@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lists import Items, worker
+from channel_lists import Items, worker
 
 from rlinf_core.errors import NonFiniteError, RLinfError
 from rlinf_embodied import noise, policies

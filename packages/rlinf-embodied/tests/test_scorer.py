@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lists import Items, worker
+from channel_lists import Items, worker
 
 from rlinf_embodied.data import Finished
 from rlinf_embodied.episodes import Episode

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from counting_env import LIMIT, answer, counting
-from lists import Answers, Items, worker
+from channel_lists import Answers, Items, worker
 
 from rlinf_core.config import Config
 from rlinf_core.errors import RLinfError
