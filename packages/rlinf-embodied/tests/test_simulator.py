@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting_env import LIMIT, answer, counting
 from channel_lists import Answers, Items, worker
+from counting_env import LIMIT, answer, counting
 
 from rlinf_core.config import Config
 from rlinf_core.errors import RLinfError
