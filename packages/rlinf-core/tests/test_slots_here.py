@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlinf_core import cluster
+from rlinf_core import accelerators, cluster
 
 
 def settings(slots: int | None = None, debug: bool = False) -> SimpleNamespace:
@@ -16,18 +16,18 @@ def settings(slots: int | None = None, debug: bool = False) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cluster.HIDING:
+    for name in accelerators.HIDING:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_an_accelerator_is_seen_and_can_be_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not cluster.accelerator_here(tmp_path)
+    assert not accelerators.accelerator_here(tmp_path)
     (tmp_path / "nvidiactl").touch()
-    assert not cluster.accelerator_here(tmp_path), "the driver's control file is no device"
+    assert not accelerators.accelerator_here(tmp_path), "the driver's control file is no device"
     (tmp_path / "nvidia0").touch()
-    assert cluster.accelerator_here(tmp_path)
+    assert accelerators.accelerator_here(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not cluster.accelerator_here(tmp_path)
+    assert not accelerators.accelerator_here(tmp_path)
 
 
 @pytest.mark.parametrize(

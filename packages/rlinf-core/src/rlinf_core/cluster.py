@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlinf_core.accelerators import accelerator_here
 from rlinf_core.errors import PlacementError, RLinfError
 from rlinf_core.placement import ClusterInfo, DeviceInfo, NodeInfo
 
@@ -29,9 +30,6 @@ GROUP_PREFIX = "rlinf:"
 PROBE_TIMEOUT_S = 10.0
 RESERVE_TIMEOUT_S = 10.0
 DEFAULT_SLOTS = 2
-# Files that a driver of an accelerator makes: NVIDIA's, AMD's, that of Windows' Linux.
-ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg")
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 GPU_CLAIM_TIMEOUT_S = 120.0
 
 
@@ -282,12 +280,6 @@ def _devices_of(node: dict[str, Any], first_id: int) -> list[DeviceInfo]:
         DeviceInfo(id=first_id + k, node=node_id, local_id=local, uuid=f"{node_id[:8]}/{kind}{local}", kind=kind)
         for k, local in enumerate(local_ids)
     ]
-
-
-def accelerator_here(devices: Path = Path("/dev")) -> bool:
-    """Whether this machine has an accelerator that is not hidden from this process, told without its libraries."""
-    hidden = any(os.environ.get(name) in ("", "-1", "NoDevFiles") for name in HIDING)
-    return not hidden and any(next(devices.glob(name), None) is not None for name in ACCELERATORS)
 
 
 def slots_here(settings: Any) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlinf_core.accelerators import accelerator_here
 from rlinf_engines.conf.fields import key, plugin
 from rlinf_engines.model_check import attention_heads, head_size, max_positions
 
@@ -20,8 +21,6 @@ def may_have_accelerator(cluster: Any, devices: Path = Path("/dev")) -> bool:
     cluster whose machines are not known yet."""
     if cluster.address or os.environ.get("RAY_ADDRESS"):
         return True
-    from rlinf_core.cluster import accelerator_here
-
     return not cluster.virtual_devices and accelerator_here(devices)
 
 
