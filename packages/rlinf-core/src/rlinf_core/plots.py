@@ -150,17 +150,24 @@ def _accuracy(axis: Axes, rows: Sequence[dict[str, Any]]) -> None:
         return
     axis.set_ylim(0, 1.04)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if train[0]:
-        window = max(1, len(train[1]) // 12)
-        if window > 1:
-            axis.plot(*train, color=BLUE, alpha=0.28, linewidth=1)
-        axis.plot(train[0], smooth(train[1], window), color=BLUE, linewidth=2, label="training samples")
+    _smoothed(axis, train, "training samples")
     if evaluate[0]:
         axis.plot(*evaluate, color=ORANGE, linewidth=1.6, marker="o", markersize=6, label="held-out, greedy")
         for index, below in {0: True, len(evaluate[0]) - 1: False}.items():
             step, value = evaluate[0][index], evaluate[1][index]
             _end_value(axis, step, value, f"{value:.1%}", ORANGE, below=below)
     axis.legend(frameon=False, fontsize=8.5, labelcolor=MUTED, loc="lower right")
+
+
+def _smoothed(axis: Axes, points: Points, label: str) -> None:
+    """The curve of training: smoothed, and as it is behind that where there are many points."""
+    steps, values = points
+    if not steps:
+        return
+    window = max(1, len(values) // 12)
+    if window > 1:
+        axis.plot(steps, values, color=BLUE, alpha=0.28, linewidth=1)
+    axis.plot(steps, smooth(values, window), color=BLUE, linewidth=2, label=label)
 
 
 def _ever(rows: Sequence[dict[str, Any]], phase: str) -> bool:
@@ -175,11 +182,7 @@ def _episodes(axis: Axes, rows: Sequence[dict[str, Any]], metric: str, title: st
     if metric == "success_once":
         axis.set_ylim(-0.02, 1.04)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if train[0]:
-        window = max(1, len(train[1]) // 12)
-        if window > 1:
-            axis.plot(*train, color=BLUE, alpha=0.28, linewidth=1)
-        axis.plot(train[0], smooth(train[1], window), color=BLUE, linewidth=2, label="training episodes")
+    _smoothed(axis, train, "training episodes")
     if evaluate[0]:
         axis.plot(*evaluate, color=ORANGE, linewidth=1.6, marker="o", markersize=6, label="evaluation")
         low, high = (series(rows, "evaluate", f"{metric}/{end}") for end in ("low", "high"))
