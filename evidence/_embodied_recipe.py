@@ -10,8 +10,8 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,18 +66,17 @@ def waits(cfg: Any) -> Waits:
 
 
 class Noting(Worker):
-    """Leaves a diary of its sections in the run directory, from which Gantt charts are drawn."""
+    """Leaves a diary of its work in the run directory, from which Gantt charts are drawn."""
 
     def setup(self) -> None:
         self.diary: list[tuple[str, str, float, float]] = []
         super().setup()
 
     @contextmanager
-    def on_device(self) -> Iterator[None]:
-        with super().on_device():
-            began = time.time()
-            yield
-            self.diary.append((self.step, "work", began, time.time()))
+    def working(self) -> Iterator[None]:
+        began = time.time()
+        yield
+        self.diary.append((self.step, "work", began, time.time()))
 
     def teardown(self) -> None:
         super().teardown()
@@ -89,13 +88,20 @@ class Noting(Worker):
 class Slowly:
     """Environments whose steps take longer; everything else is theirs."""
 
-    def __init__(self, env: VectorEnv, cost: Waits, ranks: int) -> None:
+    def __init__(
+        self, env: VectorEnv, cost: Waits, ranks: int, working: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._env, self._cost, self._ranks, self._steps = env, cost, ranks, 0
+        self._working = working
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
     def step(self, actions: NDArray[Any], active: NDArray[np.bool_] | None = None) -> StepResult:
+        with self._working():
+            return self._slow_step(actions, active)
+
+    def _slow_step(self, actions: NDArray[Any], active: NDArray[np.bool_] | None) -> StepResult:
         began = time.monotonic()
         self._steps += 1
         result = self._env.step(actions, active)
@@ -150,15 +156,16 @@ class SlowSimulator(Noting, Simulator):
     def _make_env(self, indices: Sequence[int], what: str = "") -> VectorEnv:
         pictures = self.cfg.pictures
         env = Pictures(self.cfg.env, indices, self.seed) if pictures else super()._make_env(indices, what)
-        return Slowly(env, waits(self.cfg.waits.simulator), self.world_size)
+        return Slowly(env, waits(self.cfg.waits.simulator), self.world_size, self.working)
 
 
 class SlowPolicy(Noting, PolicyWorker):
     def _answer(self, asked: Asked) -> Answered:
-        began = time.monotonic()
-        answer = super()._answer(asked)
-        seconds = waits(self.cfg.waits.policy).seconds(self.world_size, [1.0] * len(asked.keys))
-        time.sleep(max(0.0, seconds - (time.monotonic() - began)))
+        with self.working():
+            began = time.monotonic()
+            answer = super()._answer(asked)
+            seconds = waits(self.cfg.waits.policy).seconds(self.world_size, [1.0] * len(asked.keys))
+            time.sleep(max(0.0, seconds - (time.monotonic() - began)))
         return answer
 
 
@@ -179,7 +186,7 @@ class WaitingActor(Noting, Actor):
     def train(self, trajectories: In[Trajectory]) -> dict[str, float]:
         steps = 0
         for mine in trajectories.batches():
-            with self.on_device():
+            with self.on_device(), self.working():
                 time.sleep(waits(self.cfg.waits.actor).seconds(self.world_size, [1.0] * len(mine)))
                 self.trained(mine)
             steps += sum(len(one.arrays["rewards"]) for one in mine)

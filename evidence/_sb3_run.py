@@ -22,7 +22,13 @@ def make_env(settings: dict[str, Any], index: int) -> Any:
             import metaworld  # noqa: F401 - registers the ids
 
             env = gym.make("Meta-World/MT1", env_name=settings["id"], seed=1000 * settings["seed"] + index)
-            env = gym.wrappers.TimeLimit(env.unwrapped, settings["limit"])
+            bare: Any = env.unwrapped
+            # As in ours: the goal is in the observation, and another one in every episode.
+            bare._partially_observable = bare._freeze_rand_vec = False
+            bare.seeded_rand_vec = bare._set_task_called = True
+            bare.__dict__.pop("sawyer_observation_space", None)
+            bare.seed(1000 * settings["seed"] + index)
+            env = gym.wrappers.TimeLimit(bare, settings["limit"])
         else:
             env = gym.make(settings["id"])
         return Monitor(env, info_keywords=("success",) if settings["metaworld"] else ())

@@ -130,7 +130,7 @@ EMBODIED = [
     "env.max_episode_steps=8",
     "loggers=[jsonl]",
 ]
-OWN = ("env", "model", "algorithm", "eval", "num_envs", "num_stages", "rollout_steps")
+OWN = ("env", "model", "algorithm", "eval", "num_envs", "inference", "num_stages", "rollout_steps")
 """What the embodied recipes add; the rest is read in the same places as that of the reasoning ones."""
 SIMULATORS = {"ppo_reach": "metaworld", "ppo_pushcube": "mani_skill"}
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 RECIPE = "embodied/ppo_cartpole"
 SMALL = [
+    "inference=channel",
     "num_envs=12",
     "num_steps=2",
     "rollout_steps=6",
@@ -66,6 +67,9 @@ ALONE = ["plan=temporal", *(f"placement.{name}=0" for name in ("simulator", "pol
 PAIRS = ["plan=temporal", "placement.simulator=0-1", "placement.policy=0-1", "placement.actor=0"]
 LAYOUTS: dict[str, list[str] | dict[str, Any]] = {
     "temporal, two ranks": PAIRS,
+    "every simulator decides for itself, temporal": ["plan=temporal", "placement.actor=0", "inference=local"],
+    "every simulator decides for itself, spatial": ["plan=spatial", "placement.actor=2", "inference=local"],
+    "every simulator decides for itself, hybrid": then(leaf("simulator", "0-2"), "2"),
     "temporal, four ranks, sub-batches of 1": ["plan=temporal", "placement.actor=0", "portion=1"],
     "spatial, two sub-batches": ["plan=spatial", "num_stages=2"],
     "spatial, sub-batches of 5, 5 and 2": ["plan=spatial", "portion=5"],
@@ -79,7 +83,7 @@ LAYOUTS: dict[str, list[str] | dict[str, Any]] = {
 def result(place: Path, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Metrics of all steps without times, and the evaluations' episodes."""
     assert run(compose(RECIPE, [*SMALL, THREADS, DEVICES, f"run_dir={place}", *overrides]), RECIPE) == 0
-    (folder,) = (path.parent for path in place.rglob("metrics.jsonl"))
+    (folder,) = (path.parent for path in place.glob(f"{RECIPE}/*/metrics.jsonl"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
     return metrics, {path.name: path.read_text() for path in sorted(folder.glob("evaluations/*.jsonl"))}
@@ -97,7 +101,7 @@ def test_every_plan_gives_the_same_numbers(name: str, alone: Any, tmp_path: Path
     if isinstance(plan, dict):
         file = tmp_path / "plan.json"
         file.write_text(json.dumps({"name": name, "tree": plan}))
-        plan = [f"plan={file}"]
+        plan = [f"plan={file}", *(["inference=local"] if "for itself" in name else [])]
     metrics, episodes = result(tmp_path / "run", *plan)
     assert metrics == alone[0]
     assert episodes == alone[1] and set(episodes) == {"before.jsonl", "after.jsonl"}
@@ -107,6 +111,12 @@ def test_what_was_compared(alone: Any) -> None:
     trained = [row for row in alone[0] if row["phase"] == "train"]
     assert [row["rollout/env_steps"] for row in trained] == [72, 72]
     assert all(row["grad_norm"] > 0 for row in trained), "the policy changed between the steps"
+
+
+def test_auto_plans_simulators_that_decide_for_themselves(tmp_path: Path) -> None:
+    """The profile, the choice and the run; there is no cycle to plan."""
+    one = ["cluster.virtual_devices=1", "inference=local"]
+    assert result(tmp_path / "auto", "plan=auto", "profile.steps=1", *one) == result(tmp_path / "temporal", *one)
 
 
 @pytest.mark.slow

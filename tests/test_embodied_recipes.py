@@ -45,34 +45,41 @@ def metrics(folder: Path, *overrides: str, recipe: str = RECIPE) -> list[dict[st
     return [timeless(row) for row in rows_of(folder) if row["phase"] in ("train", "evaluate")]
 
 
-def hybrid(folder: Path) -> str:
-    """Simulator and policy each on a device of their own, then the trainer on both."""
+def hybrid(folder: Path, *, local: bool) -> str:
+    """Simulator and policy each on a device of their own, or simulators on both, then the trainer."""
     cycle = {"a": {"leaf": {"stage": "simulator", "devices": "0"}}, "b": {"leaf": {"stage": "policy", "devices": "1"}}}
+    acting = {"leaf": {"stage": "simulator", "devices": "0-1"}}
     train = {"leaf": {"stage": "actor", "devices": "0"}}
-    tree = {"share": {"first": {"cycle": cycle | {"portion": 2}}, "then": train}}
+    tree = {"share": {"first": acting if local else {"cycle": cycle | {"portion": 2}}, "then": train}}
     path = folder / "hybrid.yaml"
     path.write_text(yaml.safe_dump({"name": "by hand", "devices": 2, "cpu": {"scorer": 1}, "tree": tree}))
     return f"plan={path}"
 
 
 ONE = ["cluster.virtual_devices=1", "plan=temporal"]
+CHANNEL = "inference=channel"
 LAYOUTS: dict[str, list[str]] = {
-    "two stages": [*ONE, "num_stages=2"],
-    "portions of 3": [*ONE, "portion=3"],
-    "spatial": ["cluster.virtual_devices=3", "plan=spatial", "portion=4"],
-    "temporal, two simulators, two policies": [
+    "over channels": [*ONE, CHANNEL],
+    "over channels, two stages": [*ONE, CHANNEL, "num_stages=2"],
+    "over channels, portions of 3": [*ONE, CHANNEL, "portion=3"],
+    "over channels, spatial": ["cluster.virtual_devices=3", "plan=spatial", CHANNEL, "portion=4"],
+    "over channels, temporal, two simulators, two policies": [
         "cluster.virtual_devices=2",
         "plan=temporal",
+        CHANNEL,
         "num_stages=2",
         "placement.actor=0",
     ],
+    "over channels, hybrid": ["cluster.virtual_devices=2", CHANNEL],
+    "spatial": ["cluster.virtual_devices=2", "plan=spatial", "portion=3"],
+    "temporal, four simulators": ["cluster.virtual_devices=4", "plan=temporal", "placement.actor=0"],
     "hybrid": ["cluster.virtual_devices=2"],
 }
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One rank of everything, in turn on one device."""
+    """One rank of everything, in turn on one device; the simulator decides for itself."""
     found = metrics(tmp_path_factory.mktemp("alone"), *ONE)
     assert [row["phase"] for row in found] == ["evaluate", "train", "train", "train", "evaluate"]
     train = [row for row in found if row["phase"] == "train"]
@@ -83,7 +90,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_change_nothing_but_time(layout: str, alone: list[dict[str, Any]], tmp_path: Path) -> None:
-    plan = [hybrid(tmp_path)] if layout == "hybrid" else []
+    plan = [hybrid(tmp_path, local=layout == "hybrid")] if "hybrid" in layout else []
     assert metrics(tmp_path / "run", *LAYOUTS[layout], *plan) == alone
 
 
@@ -113,25 +120,27 @@ def test_cartpole_is_learnt(tmp_path: Path) -> None:
 KILLED = (*THREADS, *ONE, *SMALL, *EVALUATED, "num_steps=5", "checkpoint.every=2", "eval.every=2", "resume=auto")
 
 
-def command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "rlinf_core.cli.main", "run", RECIPE, *KILLED, f"run_dir={folder}"]
+def command(folder: Path, inference: str) -> list[str]:
+    own = (f"inference={inference}", f"run_dir={folder}")
+    return [sys.executable, "-m", "rlinf_core.cli.main", "run", RECIPE, *KILLED, *own]
 
 
-def finish(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder), capture_output=True, text=True, timeout=PATIENCE_S)
+def finish(folder: Path, inference: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, inference), capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.slow
-def test_a_killed_run_comes_to_the_same_metrics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inference", ["local", "channel"])
+def test_a_killed_run_comes_to_the_same_metrics(inference: str, tmp_path: Path) -> None:
     """Environments are in the middle of episodes at the checkpoint: they must go on from there."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with ThreadPoolExecutor(1) as pool:
-        left_alone = pool.submit(finish, whole)
-        kill_and_go_on(killed)
+        left_alone = pool.submit(finish, whole, inference)
+        kill_and_go_on(killed, inference)
         done = left_alone.result()
     assert done.returncode == 0, done.stderr
     assert curve(killed) == curve(whole)
-    finished = finish(killed)
+    finished = finish(killed, inference)
     assert finished.returncode == 0 and "nothing to do" in finished.stderr, finished.stderr
 
 
@@ -139,15 +148,15 @@ def curve(folder: Path) -> list[dict[str, Any]]:
     return [timeless(row) for row in rows_of(folder) if row["phase"] in ("train", "evaluate")]
 
 
-def kill_and_go_on(killed: Path) -> None:
-    run = subprocess.Popen(command(killed), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_and_go_on(killed: Path, inference: str) -> None:
+    run = subprocess.Popen(command(killed, inference), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE_S
     while not any(row["phase"] == "train" and row["step"] == 2 for row in (rows_of(killed) if began(killed) else [])):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)  # another process's file: there is nothing to wait on
     run.kill()
     run.wait(30)
-    again = finish(killed)
+    again = finish(killed, inference)
     assert again.returncode == 0, again.stderr
     assert "going on with" in again.stderr
 
@@ -188,7 +197,7 @@ VLA = [
 
 
 def test_a_vision_language_action_policy_is_trained_by_group(stand_in: None, tmp_path: Path) -> None:
-    """The whole GRPO recipe, twice: two stages and sub-batches change nothing."""
+    """The whole GRPO recipe: neither two stages change what is done, nor that simulators decide for themselves."""
     pytest.importorskip("transformers")
     recipe = "embodied/grpo_libero_vla"
     found = metrics(tmp_path / "1", *VLA, *ONE, recipe=recipe)
@@ -196,3 +205,4 @@ def test_a_vision_language_action_policy_is_trained_by_group(stand_in: None, tmp
     assert [row["phase"] for row in found] == ["evaluate", "train", "train", "evaluate"]
     assert all(row["grad_norm"] > 0.0 and row["episodes"] == 4 for row in train)
     assert metrics(tmp_path / "2", *VLA, *ONE, "num_stages=2", recipe=recipe)[1]["return"] == train[0]["return"]
+    assert metrics(tmp_path / "3", *VLA, *ONE, "inference=local", recipe=recipe) == found

@@ -203,6 +203,7 @@ def test_a_recipe_without_a_dataclass_keeps_its_keys_untyped(toys: None) -> None
         (["data=3"], ["data=3", "a group of keys (path, limit, size)"]),
         (["data.size=0"], ["data.size=0: must be at least 1"]),
         (["data.size=101"], ["must be at most 100"]),
+        (["cluster.virtual_devices=100000000"], ["cluster.virtual_devices=100000000: must be at most 1024"]),
         (["rollout=slow", "rollout.mode=strickt"], ["rollout.mode=strickt", "kind, strict", "did you mean 'strict'"]),
         (["rollout=slow", "rollout.mode=strict"], ["strict needs num_steps=1"]),
         (["rollout=slow", "rollout.patience_s=inf"], ["rollout.patience_s=inf: must be a finite number"]),

@@ -70,7 +70,7 @@ def test_each_block_is_answered_by_its_keys(made: Any) -> None:
     assert first.place == (0, 1) and second.place == (0, 2) and first.version == 0
     assert np.array_equal(first.actions, 2.0 + noise.uniforms(5, asked(1).keys, 2, 1))
     assert second.actions.shape == (3, 2, 1) and second.values.tolist() == [[2.0]] * 3
-    assert first.final_values is None and not any(made.policy.training_seen)
+    assert first.final_values is None and not any(made.replica.policy.training_seen)
 
 
 def test_greedy_and_values(made: Any) -> None:
@@ -83,7 +83,7 @@ def test_greedy_and_values(made: Any) -> None:
 def test_weights_and_buffers_are_installed(made: Any) -> None:
     made.install_weights(6, [("weight", torch.full((1,), 3.0)), ("seen", torch.ones(3))])
     (answer,) = answers(made, asked(1, greedy=True))
-    assert (answer.actions == 6.0).all() and answer.version == 6 and made.policy.seen.tolist() == [1.0] * 3
+    assert (answer.actions == 6.0).all() and answer.version == 6 and made.replica.policy.seen.tolist() == [1.0] * 3
 
 
 def test_weights_that_do_not_fit_are_refused(made: Any) -> None:
@@ -102,6 +102,6 @@ def test_numbers_that_are_not_finite_name_their_environments(made: Any) -> None:
     question.obs["state"][1, 1] = np.nan
     with pytest.raises(NonFiniteError, match=r"actions that are not finite in environment\(s\) 11, decision 7 of step"):
         answers(made, question)
-    made.policy.value = lambda obs: 1.0 / obs["state"][:, :1]
+    made.replica.policy.value = lambda obs: 1.0 / obs["state"][:, :1]
     with pytest.raises(NonFiniteError, match="last observations"), np.errstate(divide="ignore"):
         answers(made, asked(1, greedy=True, act=False, final={"state": np.zeros((1, 2))}))

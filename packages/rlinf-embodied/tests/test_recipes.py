@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -39,7 +40,7 @@ def test_a_program_is_under_100_lines_and_opens_with_how_to_run_it(recipe: str, 
 def traced(name: str, tmp_path: Path, **changes: Any) -> FlowGraph:
     cfg = Config(
         {
-            **asdict(Recipe(num_envs=4)),
+            **asdict(Recipe(num_envs=4, inference="channel")),
             "seed": 0,
             "algorithm": {"group_size": 2} if name == "grpo" else {},
             "checkpoint": {"every": 1},
@@ -65,6 +66,20 @@ def test_the_trace_shows_a_cycle_that_the_simulator_ends(name: str, tmp_path: Pa
     assert graph.stages["actor"].collective and graph.stages["actor"].barrier == "batch"
     assert not graph.stages["scorer"].device and graph.in_cycle("simulator", "policy")
     assert train.deal("slots", "simulator") == "round_robin"
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_simulators_that_decide_for_themselves_need_no_policy_and_no_cycle(name: str, tmp_path: Path) -> None:
+    graph = traced(name, tmp_path, inference="local")
+    assert set(graph.stages) == {"simulator", "scorer", "actor"}
+    train = graph.phases["train"]
+    assert [(call.group, call.task, call.ends) for call in train.calls] == [
+        ("simulator", "rollout", False),
+        ("actor", "train", False),
+    ]
+    assert not train.cyclic() and set(train.channels) == {"slots", "trajectories"}
+    assert train.weights == (("actor", "simulator"),) and graph.phases["begin"].weights == train.weights
+    assert graph.order().index("simulator") < graph.order().index("actor")
 
 
 def test_importing_the_stages_loads_neither_torch_nor_a_simulator() -> None:
@@ -94,7 +109,13 @@ def test_shipped_recipes_compose(recipe: str, simulator: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["num_envs=10", "num_stages=4"], r"num_envs: 10 .* num_stages=4 sub-batches; give 12, or num_stages=2"),
+        (
+            ["num_envs=10", "num_stages=4", "inference=channel"],
+            r"num_envs: 10 .* num_stages=4 sub-batches; give 12, or num_stages=2",
+        ),
+        (["num_stages=2"], r"num_stages: 2 sub-batches have nothing to overlap .* give 1, or inference=channel"),
+        (["placement.policy='0'"], r"placement.policy: there is no such group .* remove it, or give inference=channel"),
+        (["inference=central"], "inference.*central.*local"),
         (["model.chunk=5"], r"rollout_steps: 64 .* model.chunk=5 steps; give 65"),
         (["eval.videos=60"], r"eval.videos: 60 is more than eval.episodes=50"),
         (["num_env=3"], "num_env.*num_envs"),
@@ -105,3 +126,15 @@ def test_impossible_settings_are_refused_by_name(overrides: list[str], message: 
     pytest.importorskip("gymnasium")
     with pytest.raises(ConfigError, match=message):
         compose("embodied/ppo_cartpole", overrides)
+
+
+@engines
+def test_a_plan_for_a_policy_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    stages = {"a": {"leaf": {"stage": "simulator", "devices": "0"}}, "b": {"leaf": {"stage": "policy", "devices": "1"}}}
+    train = {"leaf": {"stage": "actor", "devices": "0"}}
+    path = tmp_path / "hybrid.json"
+    path.write_text(json.dumps({"name": "by hand", "tree": {"share": {"first": {"cycle": stages}, "then": train}}}))
+    with pytest.raises(ConfigError, match=r"plan: .*hybrid.json' places the group policy, and there is no such group"):
+        compose("embodied/ppo_cartpole", [f"plan={path}"])
+    assert compose("embodied/ppo_cartpole", [f"plan={path}", "inference=channel"]).num_stages == 1

@@ -15,8 +15,8 @@ from rlinf_embodied.envs import episode_seed
 from rlinf_embodied.slots import evaluation_slots, training_slots
 from rlinf_embodied.specfile import read_spec
 from rlinf_embodied.workers import Simulator
-from rlinf_embodied.workers import simulator as module
-from rlinf_embodied.workers.simulator import sub_batches
+from rlinf_embodied.workers import environments as module
+from rlinf_embodied.workers.environments import sub_batches
 
 EVAL = {"episodes": 7, "every": 0, "num_envs": None, "seed": 0, "greedy": True, "videos": 0, "video_size": 256}
 

@@ -143,6 +143,15 @@ def test_jsonl_faults_are_found_from_the_config(tmp_path: Path) -> None:
     assert "'prompt'" in problem
 
 
+def test_keys_of_a_file_that_contradict_one_another(tmp_path: Path) -> None:
+    node = Jsonl(path=str(tmp_path / "absent.jsonl"), prompt_field="text", answer_field="text")
+    (problem,) = node.validate(recipe())
+    assert problem.startswith("task.answer_field: 'text' is the field of the prompt")
+    node = Jsonl(path=node.path, chat_options={"enable_thinking": False, "tokenize": False})
+    (problem,) = node.validate(recipe())
+    assert problem.startswith("task.chat_options.tokenize: ")
+
+
 def test_every_schema_has_its_file_and_help() -> None:
     import rlinf_reasoning.conf as conf
 

@@ -50,6 +50,9 @@ def test_extra_fields_are_kept_and_blank_lines_skipped(tmp_path: Path) -> None:
         ('{"prompt": "x\\uD83D", "answer": "1"}\n', ["p.jsonl:1", "'prompt' has half of a character (\\ud83d"]),
         (GOOD + '{"prompt": "x", "answer": "1", "tags": ["\\ude00"]}\n', ["p.jsonl:2", "'tags' has half"]),
         ('["prompt"]\n', ["p.jsonl:1", "a list where an object"]),
+        (GOOD + '{"prompt": "x", "answer": NaN}\n', ["p.jsonl:2", "'answer' is nan", "finite"]),
+        (GOOD + '{"prompt": "x", "answer": ' + "9" * 5000 + "}\n", ["p.jsonl:2", "ValueError", "4300 digits"]),
+        (GOOD + '{"prompt": "x", "answer": ' + "[" * 100000 + "\n", ["p.jsonl:2", "RecursionError"]),
         ("", ["p.jsonl", "no line at all"]),
         ("\n \n", ["p.jsonl", "no line at all"]),
     ],
@@ -90,8 +93,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="directory"):
         read_jsonl(tmp_path)
     path = tmp_path / "latin.jsonl"
-    path.write_bytes(GOOD.encode() + b'{"prompt": "\xe9", "answer": ""}\n')
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    path.write_bytes(GOOD.encode() * 3 + b'{"prompt": "\xe9", "answer": ""}\n')
+    with pytest.raises(ConfigError, match=r"latin\.jsonl:4: not UTF-8"):
         read_jsonl(path)
 
 

@@ -38,6 +38,7 @@ def score(text, answer, fields):
     if text == "interrupt": raise KeyboardInterrupt
     if text == "raise": raise KeyError("boom")
     if text == "none": return None
+    if text == "enormous": return -1e308
     if text == "hostile float": return HostileFloat()
     if text == "hostile exit": return HostileFloat(SystemExit(4))
     if text == "hostile text": raise HostileText
@@ -118,6 +119,7 @@ def test_failing_items_are_named_and_the_others_scored(functions: str) -> None:
         ("interrupt", "raised KeyboardInterrupt (hostile_rewards.py:"),
         ("hostile float", "returned a HostileFloat whose conversion to a number raised RuntimeError: no float"),
         ("hostile exit", "returned a HostileFloat whose conversion to a number raised SystemExit: 4"),
+        ("enormous", "returned -1e+308, beyond the largest number that float32 has"),
         ("hostile text", "raised HostileText: (its text cannot be made: RuntimeError)"),
     ],
 )

@@ -233,6 +233,13 @@ def test_a_reward_that_hangs_follows_the_policy(hanging: dict[str, Any], tmp_pat
         assert (kind, ids) == ("drop", ("p/1",)) and "longer than" in reason
 
 
+def test_a_reward_that_is_not_there_leaves_nothing_to_take_down(hanging: dict[str, Any], tmp_path: Path) -> None:
+    made = worker(Reward, {"reward": {**hanging, "function": "no_such_module:score"}}, tmp_path)
+    with pytest.raises(ConfigError, match="no_such_module"):
+        made.setup()
+    made.teardown()
+
+
 def test_exact_reward_is_scored_in_place_and_evaluation_uses_samples_up(tmp_path: Path) -> None:
     cfg = {"name": "exact", "timeout_s": 1.0, "processes": 1, "memory_mb": 0, "on_error": "fail"}
     made = reward_worker(cfg, tmp_path)

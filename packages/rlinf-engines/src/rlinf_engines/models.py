@@ -291,7 +291,8 @@ def _path_model(path: str, dtype: torch.dtype, role: str) -> Any:
 
     _quiet()
     kind = AutoModelForTokenClassification if role == "critic" else AutoModelForCausalLM
-    extra = {"num_labels": 1, "classifier_dropout": 0.0} if role == "critic" else {}
+    # Dropout is switched off below: most configs have no key for it, and would pass it on to the class, which refuses.
+    extra = {"num_labels": 1} if role == "critic" else {}
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of weights that are new or not used: what matters is checked below
     try:

@@ -26,6 +26,7 @@ class ClusterConfig:
         default=None,
         metadata={
             "min": 0,
+            "max": 1024,  # a plan lists them: 10**8 of them would fill the memory
             "help": "CPU slots that stand for devices on this machine, also where it has accelerators; null: two where "
             "it has none",
         },

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlinf_embodied.conf.checks import check_evaluation, check_rollout
+from rlinf_embodied.conf.checks import check_evaluation, check_inference, check_rollout
+
+INFERENCE = ("local", "channel")
 
 
 def _key(default: Any, text: str, **limits: Any) -> Any:
@@ -36,20 +38,34 @@ class Recipe:
 
     num_steps: int = _key(100, "training steps", min=1)
     num_envs: int = _key(8, "environments, shared out over the ranks of the simulator", min=1)
+    inference: str = _key(
+        "local",
+        "who decides: local: a replica of the policy in each simulator's process; channel: the group policy, to which "
+        "simulators send observations",
+        choices=INFERENCE,
+    )
     num_stages: int = _key(
-        1, "sub-batches of a rank's environments: one is stepped while the policy answers for another", min=1
+        1,
+        "sub-batches of a rank's environments: one is stepped while the policy answers for another (inference=channel)",
+        min=1,
     )
     rollout_steps: int = _key(128, "environment steps per training step and environment", min=1)
     eval: Evaluation = field(default_factory=Evaluation)
 
     def validate(self, root: Any) -> list[str]:
-        return check_rollout(root)
+        return check_rollout(root) + check_inference(root)
 
 
 @dataclass
 class GroupRecipe(Recipe):
     """A recipe in which groups of environments begin every step with the same state: ``grpo_libero_vla``."""
 
+    inference: str = _key(
+        "channel",
+        "who decides: channel: the group policy, to which simulators send observations; local: a replica of the policy "
+        "in each simulator's process",
+        choices=INFERENCE,
+    )
     rollout_steps: int = _key(128, "longest episode of training, in environment steps", min=1)
 
 

@@ -45,7 +45,8 @@ class Policy(Protocol):
 
     ``forward(inputs, taken)`` is ``evaluate``: a trainer calls the module. It may say more of itself:
     ``tokens_per_decision`` (what a decision counts against ``trainer.micro_batch_tokens``; else C D), ``running``
-    (whether ``observe`` does anything; else it is not called), ``taken_dtype`` (a torch format; else int64).
+    (whether ``observe`` does anything; else it is not called), ``taken_dtype`` (a torch format; else int64),
+    ``acts_on_cpu`` (``act`` and ``value`` compute on the CPU: a replica that only acts stays there; else it does not).
     """
 
     chunk: int

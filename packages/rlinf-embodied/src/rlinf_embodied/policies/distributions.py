@@ -50,8 +50,9 @@ class Categorical(nn.Module):
         else:
             # Strictly below: an action without probability has the same sum as the one before it and is never taken.
             chosen = (cumulated < uniform * total).sum(-1)
-        taken = chosen[..., None]
-        return chosen, taken, np.take_along_axis(logits, taken, -1) - np.log(total)
+        flat = logits.reshape(-1, self.width)
+        logs = flat[np.arange(len(flat)), chosen.reshape(-1)].reshape(total.shape)
+        return chosen, chosen[..., None], logs - np.log(total)
 
     def evaluate(self, outputs: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs of ``taken``, entropy), both [B, C, 1]."""

@@ -41,6 +41,8 @@ class MlpPolicy(nn.Module):
     What it decides for an observation is the same, bit for bit, whatever other observations are in the block.
     """
 
+    acts_on_cpu = True
+
     def __init__(self, cfg: Any, spec: EnvSpec, seed: int) -> None:
         super().__init__()
         self.key: str = cfg.observation
@@ -79,10 +81,11 @@ class MlpPolicy(nn.Module):
 
     def act(self, obs: Observation, uniform: NDArray[np.float64], *, greedy: bool = False) -> Decision:
         """See ``Policy.act``. Log-probs and values have the format ``model.dtype``."""
+        head, critic = self.head, self.value_level != "none"
         features, rows = self._features(obs)
-        outputs = self._run("actor", features, rows).reshape(rows, self.chunk, self.head.width)
-        actions, taken, logprobs = self.head.act(outputs, None if greedy else uniform)
-        return Decision(actions, taken, logprobs, self._run("critic", features, rows) if self.critic else None)
+        outputs = self._run("actor", features, rows).reshape(rows, self.chunk, head.width)
+        actions, taken, logprobs = head.act(outputs, None if greedy else uniform)
+        return Decision(actions, taken, logprobs, self._run("critic", features, rows) if critic else None)
 
     def value(self, obs: Observation) -> NDArray[Any]:
         """See ``Policy.value``."""
@@ -98,10 +101,12 @@ class MlpPolicy(nn.Module):
         blocks = -(-rows // ROWS)
         x = np.zeros((blocks * ROWS, self.size), dtype=_NUMPY[self.dtype])
         x[:rows] = given.reshape(rows, self.size)
-        if self.norm is not None:
-            self.norm.apply_to(x)
+        norm = self.norm
+        if norm is not None:
+            norm.apply_to(x)
         x = x.reshape(blocks, ROWS, self.size)
-        return (_forward(self._layers("trunk"), x, self.relu, end=True) if self.trunk else x), rows
+        layers = self._layers("trunk")
+        return (_forward(layers, x, self.relu, end=True) if layers else x), rows
 
     def _run(self, name: str, features: NDArray[Any], rows: int) -> NDArray[Any]:
         """The last layer's outputs [rows, ...] of ``actor`` or ``critic``."""
@@ -111,10 +116,12 @@ class MlpPolicy(nn.Module):
     def _layers(self, name: str) -> Layers:
         """(weight [in, out], bias) of each layer as numpy views of the parameters' memory, so that they follow every
         change in place; made again when the memory is another."""
-        modules: list[Any] = list({"trunk": self.trunk, "actor": self.actor, "critic": self.critic}[name])
-        places = [module.weight.data_ptr() for module in modules]
+        # From the modules' own tables: an attribute that is a module or a parameter is looked for in several places.
+        found: Any = self._modules[name]
+        places = [module._parameters["weight"].data_ptr() for module in found._modules.values()]
         known = self._views.get(name)
         if known is None or known[0] != places:
+            modules: list[Any] = list(found)
             # On another device these are copies, which do not follow.
             layers = [(m.weight.detach().cpu().numpy().T, m.bias.detach().cpu().numpy()) for m in modules]
             if any(not m.weight.is_cpu for m in modules):

@@ -4,9 +4,10 @@
     rlinf run embodied/grpo_libero_vla env.python=.venv-libero/bin/python model.path=DIR plan=spatial num_stages=2
 
 In every step groups of environments begin with the same state; each makes one episode, of at most ``rollout_steps``
-steps, and is idle afterwards. An episode's advantage is its return less the mean of its group, in units of the group's
-standard deviation. After DeepSeekMath (arXiv 2402.03300), as SimpleVLA-RL (arXiv 2509.09674) and RLinf-VLA (arXiv
-2510.06710) apply it to action tokens. Departures:
+steps, and is idle afterwards. The policy is a stage of its own, to which simulators send observations
+(``inference=channel``), or every simulator has a replica of it (``inference=local``). An episode's advantage is its
+return less the mean of its group, in units of the group's standard deviation. After DeepSeekMath (arXiv 2402.03300), as
+SimpleVLA-RL (arXiv 2509.09674) and RLinf-VLA (arXiv 2510.06710) apply it to action tokens. Departures:
 
 - No KL penalty and no reference policy, as in both of the latter.
 - The policy is tiny and begins with random weights, unless ``model.path`` names one in the OpenVLA layout: what the
@@ -24,12 +25,11 @@ from typing import Any
 from rlinf_core import Flow
 from rlinf_embodied.recipes import phases
 from rlinf_embodied.slots import training_slots
-from rlinf_embodied.workers import Actor, PolicyWorker, Scorer, Simulator
+from rlinf_embodied.workers import Actor, Scorer
 
 
 def grpo(flow: Flow, cfg: Any) -> None:
-    simulator = flow.group("simulator", Simulator, cfg)
-    policy = flow.group("policy", PolicyWorker, cfg)
+    simulator, policy = phases.simulator_and_policy(flow, cfg)
     scorer = flow.group("scorer", Scorer, cfg)
     actor = flow.group("actor", Actor, cfg)
     evaluate = partial(phases.evaluate, flow, cfg, simulator, policy, scorer)
@@ -39,11 +39,10 @@ def grpo(flow: Flow, cfg: Any) -> None:
         evaluate("before")
 
     for step in flow.steps(cfg.num_steps, start=flow.resumed_steps):
-        observations, actions, trajectories = step.channels("observations", "actions", "trajectories")
+        trajectories = step.channels("trajectories")
         slots = step.channel("slots", deal="round_robin")
         step.feed(slots, training_slots(cfg, step.index))
-        step.report(simulator.rollout(slots, actions, observations, trajectories), reduce="sum")
-        step.report(policy.act(observations, actions), reduce="sum")
+        phases.rollout(step, simulator, policy, slots, trajectories)
         step.report(actor.train(trajectories))
         actor.publish_weights(to=policy)
         step.join()

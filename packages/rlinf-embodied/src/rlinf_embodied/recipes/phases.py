@@ -1,4 +1,4 @@
-"""The phases that the recipes have in common: beginning, evaluation, checkpoints, and going on from one."""
+"""What the recipes have in common: who decides, and the phases of beginning, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,27 @@ from collections.abc import Callable
 from typing import Any
 
 from rlinf_core import Flow
-from rlinf_core.flow import Group, Step
+from rlinf_core.flow import ChannelRef, Group, Step
 from rlinf_embodied.slots import evaluation_slots
+from rlinf_embodied.workers import ActingSimulator, PolicyWorker, Simulator
+
+
+def simulator_and_policy(flow: Flow, cfg: Any) -> tuple[Group, Group]:
+    """The group that steps environments and the one that decides: one and the same with ``inference=local``."""
+    if cfg.inference == "local":
+        both = flow.group("simulator", ActingSimulator, cfg)
+        return both, both
+    return flow.group("simulator", Simulator, cfg), flow.group("policy", PolicyWorker, cfg)
+
+
+def rollout(step: Step, simulator: Group, policy: Group, slots: ChannelRef, trajectories: ChannelRef) -> None:
+    """The trajectory of each slot: simulators step environments as the policy decides."""
+    if policy is simulator:
+        step.report(simulator.rollout(slots, trajectories), reduce="sum")
+        return
+    observations, actions = step.channels("observations", "actions")
+    step.report(simulator.rollout(slots, actions, observations, trajectories), reduce="sum")
+    step.report(policy.act(observations, actions), reduce="sum")
 
 
 def begin(flow: Flow, simulator: Group, policy: Group, actor: Group) -> None:
@@ -32,11 +51,15 @@ def evaluate(flow: Flow, cfg: Any, simulator: Group, policy: Group, scorer: Grou
     Every episode is written to ``evaluations/<when>.jsonl``, ``cfg.eval.videos`` of them to ``<when>.mp4`` there.
     """
     for step in flow.steps(1, name="evaluate"):
-        observations, actions, episodes = step.channels("observations", "actions", "episodes")
+        episodes = step.channels("episodes")
         slots = step.channel("slots", deal="round_robin")
         step.feed(slots, evaluation_slots(cfg))
-        step.report(simulator.evaluate(slots, actions, observations, episodes), reduce="sum")
-        step.report(policy.act(observations, actions), reduce="sum")
+        if policy is simulator:
+            step.report(simulator.evaluate(slots, episodes), reduce="sum")
+        else:
+            observations, actions = step.channels("observations", "actions")
+            step.report(simulator.evaluate(slots, actions, observations, episodes), reduce="sum")
+            step.report(policy.act(observations, actions), reduce="sum")
         step.report(scorer.evaluate(episodes, when, cfg.eval.episodes))
         flow.record(when, step.join())
 

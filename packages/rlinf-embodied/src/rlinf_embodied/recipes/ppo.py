@@ -1,11 +1,13 @@
 """PPO in simulated environments: balancing a pole, reaching with a robot's arm, pushing a cube.
 
     rlinf run embodied/ppo_cartpole
-    rlinf run embodied/ppo_cartpole plan=spatial cluster.virtual_devices=3 num_stages=2
+    rlinf run embodied/ppo_cartpole plan=spatial cluster.virtual_devices=3 inference=channel num_stages=2
     rlinf run embodied/ppo_reach eval.videos=9
     rlinf run embodied/ppo_pushcube env=gymnasium env.id=Pendulum-v1
 
-Simulators and policy feed each other (observations, actions), the trainer learns from what came of it. After PPO
+Simulators step environments as the policy decides, the trainer learns from what came of it. The policy is small, so
+every simulator has a replica of it (``inference=local``); with ``inference=channel`` it is a stage of its own, and the
+two feed each other (observations, actions). After PPO
 (arXiv 1707.06347) with generalised advantage estimation (arXiv 1506.02438) and the details that matter in practice
 (Huang et al., "The 37 Implementation Details of PPO", ICLR Blog Track 2022). Departures:
 
@@ -24,12 +26,11 @@ from typing import Any
 from rlinf_core import Flow
 from rlinf_embodied.recipes import phases
 from rlinf_embodied.slots import training_slots
-from rlinf_embodied.workers import Actor, PolicyWorker, Scorer, Simulator
+from rlinf_embodied.workers import Actor, Scorer
 
 
 def ppo(flow: Flow, cfg: Any) -> None:
-    simulator = flow.group("simulator", Simulator, cfg)
-    policy = flow.group("policy", PolicyWorker, cfg)
+    simulator, policy = phases.simulator_and_policy(flow, cfg)
     scorer = flow.group("scorer", Scorer, cfg)
     actor = flow.group("actor", Actor, cfg)
     evaluate = partial(phases.evaluate, flow, cfg, simulator, policy, scorer)
@@ -39,11 +40,10 @@ def ppo(flow: Flow, cfg: Any) -> None:
         evaluate("before")
 
     for step in flow.steps(cfg.num_steps, start=flow.resumed_steps):
-        observations, actions, trajectories = step.channels("observations", "actions", "trajectories")
+        trajectories = step.channels("trajectories")
         slots = step.channel("slots", deal="round_robin")
         step.feed(slots, training_slots(cfg, step.index))
-        step.report(simulator.rollout(slots, actions, observations, trajectories), reduce="sum")
-        step.report(policy.act(observations, actions), reduce="sum")
+        phases.rollout(step, simulator, policy, slots, trajectories)
         step.report(actor.train(trajectories))
         actor.publish_weights(to=policy)
         step.join()

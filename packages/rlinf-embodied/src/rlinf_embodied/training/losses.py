@@ -16,6 +16,7 @@ from rlinf_algos.errors import AlgorithmError
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import Batch
 from rlinf_embodied.training import levels
+from rlinf_embodied.training.closed_form import ClosedForm
 
 CLIPPED = ("ppo", "dapo", "decoupled_ppo")
 
@@ -28,7 +29,8 @@ class UpdateLoss:
     the same, ``steps`` [b, C] for log-probs of chunks; with a critic ``returns``, ``old_values`` where values are
     clipped, ``value_mask`` [b, V] where it is not ``mask``, and ``value_share``: by what a value's loss is multiplied
     (the policy loss's count over values, of the whole minibatch).
-    What it reports is added up in ``sums``, not returned: a number each would cost more than it is worth.
+    What it reports is added up here, not returned: on a GPU a number each would cost more than it is worth. On a CPU
+    the usual losses are computed in closed form.
     """
 
     def __init__(self, algorithm: Any, *, critic: bool) -> None:
@@ -44,23 +46,49 @@ class UpdateLoss:
         if critic:
             self.critic = loss("value")
             self.critic_options = self.critic.make_options({"clip": algorithm.value_clip, "kind": algorithm.value_loss})
+        self.closed: ClosedForm | None = None
+        if ClosedForm.applies(self.policy, self.options, self.critic):
+            self.closed = ClosedForm(self.options, self.critic_options if critic else None, self.entropy, self.value)
         self.names: tuple[str, ...] = ()
         self.sums: Tensor | None = None
+        self.known: dict[str, float] = {}
 
     def start(self) -> None:
         """Forget what was added up."""
         self.sums = None
+        self.known = {}
 
     def totals(self) -> dict[str, float]:
         """What was added up since ``start``."""
-        return {} if self.sums is None else dict(zip(self.names, self.sums.tolist(), strict=True))
+        found = dict(self.known)
+        if self.sums is not None:
+            for name, number in zip(self.names, self.sums.tolist(), strict=True):
+                found[name] = found.get(name, 0.0) + number
+        return found
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float, dict[str, float]]:
-        mask, steps = batch["mask"], batch.get("steps")
+        steps = batch.get("steps")
+        logprobs = levels.join(outputs["logprobs"], steps, self.level)
+        entropy = outputs["entropy"] if self.entropy else outputs["entropy"].detach()
+        entropy = levels.join(entropy, steps, self.level)
+        if self.closed is not None:
+            found = self.closed(logprobs, entropy, outputs["values"] if self.critic is not None else None, batch)
+            if found is not None:
+                total, count, noted = found
+                for name, number in noted.items():
+                    self.known[name] = self.known.get(name, 0.0) + number
+                return total, count, {}
+        return self._general(logprobs, entropy, outputs, batch)
+
+    def _general(
+        self, logprobs: Tensor, entropy: Tensor, outputs: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, float, dict[str, float]]:
+        """Any loss, on any device."""
+        mask = batch["mask"]
         checked = self.sums is not None  # what a batch has, and the options, are the same in all of an update
         policy = (self.policy.compute if checked else self.policy)(
             LossInputs(
-                logprobs=levels.join(outputs["logprobs"], steps, self.level),
+                logprobs=logprobs,
                 old_logprobs=batch["old_logprobs"],
                 advantages=batch["advantages"],
                 mask=mask,
@@ -70,13 +98,12 @@ class UpdateLoss:
         )
         total = policy.sum
         noted: dict[str, Tensor] = {"policy": policy.sum.detach(), **policy.metrics}
-        entropy = levels.join(outputs["entropy"], steps, self.level)
         if self.entropy:
             bonus = entropy_loss(entropy, mask, **self.bonus)
             total = total + self.entropy * bonus.sum
             noted["entropy"] = bonus.metrics["entropy"]
         else:
-            noted["entropy"] = masked_sum(entropy.detach(), mask)
+            noted["entropy"] = masked_sum(entropy, mask)
         if self.critic is not None:
             value = (self.critic.compute if checked else self.critic)(
                 LossInputs(

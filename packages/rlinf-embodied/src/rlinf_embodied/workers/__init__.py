@@ -3,6 +3,6 @@
 from rlinf_embodied.workers.actor import Actor
 from rlinf_embodied.workers.policy import PolicyWorker
 from rlinf_embodied.workers.scorer import Scorer
-from rlinf_embodied.workers.simulator import Simulator
+from rlinf_embodied.workers.simulator import ActingSimulator, Simulator
 
-__all__ = ["Actor", "PolicyWorker", "Scorer", "Simulator"]
+__all__ = ["ActingSimulator", "Actor", "PolicyWorker", "Scorer", "Simulator"]

@@ -1,71 +1,27 @@
-"""The stage that steps environments."""
+"""The stages that step environments: with decisions from a policy worker, or with their own."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from rlinf_core import In, Out, Trajectory, Worker, task
-from rlinf_core.errors import RLinfError
-from rlinf_core.rundir import guard
+from rlinf_core import In, Out, Trajectory, task
 from rlinf_embodied.data import Answered, Asked, Finished, Slot
-from rlinf_embodied.envs import VectorEnv, load_env
-from rlinf_embodied.slots import group_size_of
-from rlinf_embodied.specfile import write_spec
-from rlinf_embodied.workers.block import Block
-from rlinf_embodied.workers.simulator_state import load_blocks, save_blocks
-from rlinf_embodied.workers.trial import Trial
+from rlinf_embodied.workers.environments import Environments
+from rlinf_embodied.workers.exchange import Local, OverChannels
+from rlinf_embodied.workers.replica import Replica
+
+if TYPE_CHECKING:
+    import torch
 
 
-def sub_batches(envs: Sequence[int], portion: int | None, stages: int) -> list[list[int]]:
-    """Environments of a rank cut into sub-batches: ``stages`` of about equal size or, where they are smaller, of
-    ``portion`` each (the last may be smaller still)."""
-    if not envs:
-        return []
-    if portion is not None and -(-len(envs) // portion) >= stages:
-        return [list(envs[i : i + portion]) for i in range(0, len(envs), portion)]
-    count = min(stages, len(envs))
-    return [list(envs[k * len(envs) // count : (k + 1) * len(envs) // count]) for k in range(count)]
-
-
-class Simulator(Worker):
-    """Steps ``cfg.num_envs`` environments of ``cfg.env``; environment i is at rank i mod n.
+class Simulator(Environments):
+    """Steps environments as a ``PolicyWorker`` decides (``inference=channel``).
 
     A rank cuts its environments into sub-batches (``cfg.num_stages`` of them, or more if the plan's portion says so):
     while one is stepped the policy answers for another. A sub-batch is a block on the channels, with key (rank,
-    number), and stays together as long as its episodes go on over steps. Reads ``cfg.env``, ``cfg.num_envs``,
-    ``cfg.num_stages``, ``cfg.rollout_steps`` and ``cfg.eval``.
+    number), and stays together as long as its episodes go on over steps.
     """
-
-    @classmethod
-    def check_ranks(cls, cfg: Any, ranks: int) -> str:
-        parts = ranks * cfg.num_stages
-        if cfg.num_envs % parts == 0:
-            return ""
-        more = -(-cfg.num_envs // parts) * parts
-        return (
-            f"num_envs={cfg.num_envs} cannot be shared out over {ranks} rank{'s' if ranks > 1 else ''} × num_stages="
-            f"{cfg.num_stages} sub-batches; give num_envs={more}, or another number of devices or stages"
-        )
-
-    def setup(self) -> None:
-        self.mine = list(range(self.rank, self.cfg.num_envs, self.world_size))
-        self.blocks: list[Block] = []
-        self._trials: list[Trial] = []
-        self._make_blocks(sub_batches(self.mine, None, self.cfg.num_stages))
-
-    def teardown(self) -> None:
-        for env in [part.env for part in self.blocks] + [part.env for part in self._trials]:
-            env.close()
-
-    @task
-    def describe(self) -> None:
-        """Write what the environments look like into the run directory, for policy and trainer."""
-        if self.rank == 0:
-            write_spec(self.run_dir, self.blocks[0].env.spec)
 
     @task(ends=True)
     def rollout(
@@ -77,133 +33,58 @@ class Simulator(Worker):
         while rolling out, and seconds of an average rank, ``rollout/stepping_s`` and ``rollout/waiting_s`` (for
         actions).
         """
-        began = time.perf_counter()
-        stepping = waiting = 0.0
-        mine = {slot.env: slot for portion in slots.batches() for slot in portion}
-        if list(mine) != self.mine:
-            raise RLinfError(
-                f"rank {self.rank} has environments {self.mine} and was given slots of {sorted(mine)}: deal the "
-                'channel of slots "round_robin", in the order of the environments'
-            )
-        with self.on_device():
-            if group_size_of(self.cfg) > 1 or not any(block.begun.any() for block in self.blocks):
-                # Otherwise episodes are going on, which a plan that changes, or a run that goes on, must not break off.
-                self._make_blocks(sub_batches(self.mine, actions.portion, self.cfg.num_stages))
-            for block in self.blocks:
-                asked = block.begin([mine[env] for env in block.env.indices], self.step_index, self.cfg.rollout_steps)
-                observations.put(asked, key=block.place, weight=len(asked.keys))
-        finished: dict[int, Answered | None] = {}
-        last: set[int] = set()
-        while len(finished) < len(self.blocks):
-            for number, block in enumerate(self.blocks):
-                if number in finished:
-                    continue
-                at = time.perf_counter()
-                answer = actions.get(key=block.place)
-                waiting += time.perf_counter() - at
-                if number in last:
-                    finished[number] = answer
-                    continue
-                with self.on_device():
-                    at = time.perf_counter()
-                    question = block.advance(answer)
-                    stepping += time.perf_counter() - at
-                if question is None:
-                    finished[number] = None
-                    continue
-                if not question.act:
-                    last.add(number)
-                observations.put(question, key=block.place, weight=len(question.keys))
-        observations.close()
-        found = [t for number, block in enumerate(self.blocks) for t in block.finish(finished[number])]
-        trajectories.put_many(found)
-        dropped = [(block.slots[row], why) for block in self.blocks for row, why in block.lost.items()]
-        for slot, why in dropped:
-            self.drop(slot, f"environment {slot.env} failed: {why}")
-        steps = float(sum(block.made for block in self.blocks))
-        return {
-            "rollout/env_steps": steps,
-            "env_steps_per_s": steps / (time.perf_counter() - began),
-            "episodes/dropped": float(len(dropped)),
-            "rollout/stepping_s": stepping / self.world_size,
-            "rollout/waiting_s": waiting / self.world_size,
-        }
+        return self._roll(slots, OverChannels(observations, actions), trajectories)
 
     @task(ends=True)
     def evaluate(
         self, slots: In[Slot], actions: In[Answered], observations: Out[Asked], episodes: Out[Finished]
     ) -> dict[str, float]:
         """One episode for each slot, in environments of their own. Returns ``episodes/dropped``."""
-        waiting = deque(slot for portion in slots.batches() for slot in portion)
-        with self.on_device():
-            trials = self._trials_for(len(waiting), actions.portion)
-            running = {number: trial for number, trial in enumerate(trials)}
-            for number, trial in enumerate(trials):
-                question = trial.begin(waiting)
-                if question is None:
-                    del running[number]
-                    continue
-                observations.put(question, key=trial.place, weight=len(question.keys))
-        dropped = 0
-        while running:
-            for number, trial in list(running.items()):
-                answer = actions.get(key=trial.place)
-                with self.on_device():
-                    question = trial.advance(answer, waiting)
-                episodes.put_many(trial.finished())
-                for slot, why in trial.lost():
-                    dropped += 1
-                    self.drop(slot, f"evaluation episode {slot.env}: its simulator failed: {why}")
-                if question is None:
-                    del running[number]
-                else:
-                    observations.put(question, key=trial.place, weight=len(question.keys))
-        observations.close()
-        return {"episodes/dropped": float(dropped)}
+        return self._play(slots, OverChannels(observations, actions), episodes)
+
+
+class ActingSimulator(Environments):
+    """Steps environments as a replica of the policy in its own process decides (``inference=local``).
+
+    Every rank has a replica, which is built in ``begin`` and gets the trainer's weights. Reads ``cfg.model`` besides.
+    """
+
+    def setup(self) -> None:
+        import torch  # noqa: F401  (takes seconds: here, where every group takes them)
+
+        super().setup()
+        self.replica: Replica | None = None
+
+    def onload(self) -> None:
+        if self.replica is not None:
+            self.replica.onload()
+
+    def offload(self) -> None:
+        if self.replica is not None:
+            self.replica.offload()
 
     @task
-    def save_checkpoint(self, path: str) -> None:
-        """Save below ``path`` where every environment is, so that a run that goes on does so from there. Nothing where
-        every step begins new episodes."""
-        if group_size_of(self.cfg) > 1:
-            return
-        folder = Path(path) / self.name
-        with self.on_device(), guard(folder):
-            save_blocks(folder, self.rank, self.blocks)
+    def begin(self) -> None:
+        """Build the policy for the environments that have been described; see ``describe``."""
+        with self.on_device():
+            self.replica = Replica(self.cfg, self.run_dir, self.seed, self.parallel.device)
 
     @task
-    def load_checkpoint(self, path: str) -> None:
-        """Go on from what ``save_checkpoint`` saved. Where the environments are shared out otherwise now, they begin
-        new episodes."""
-        if group_size_of(self.cfg) > 1:
-            return
-        with self.on_device():
-            problem = load_blocks(Path(path) / self.name, self.blocks, self._make_blocks, self.mine)
-        if problem:
-            self.log.warning(f"{problem}: environments begin new episodes")
+    def rollout(self, slots: In[Slot], trajectories: Out[Trajectory]) -> dict[str, float]:
+        """As ``Simulator.rollout``. Instead of ``rollout/waiting_s`` it reports ``rollout/inference_s``, the seconds of
+        an average rank in which it decided."""
+        report = self._roll(slots, Local(self._there(), self.step), trajectories)
+        report["rollout/inference_s"] = report.pop("rollout/waiting_s")
+        return report
 
-    def _make_env(self, indices: Sequence[int], what: str = "") -> VectorEnv:
-        return load_env(self.cfg.env, indices, self.seed, what=what)
+    @task
+    def evaluate(self, slots: In[Slot], episodes: Out[Finished]) -> dict[str, float]:
+        """As ``Simulator.evaluate``."""
+        return self._play(slots, Local(self._there(), self.step), episodes)
 
-    def _make_blocks(self, parts: list[list[int]]) -> None:
-        """Have these sub-batches; nothing happens where they are there."""
-        if [list(block.env.indices) for block in self.blocks] == parts:
-            return
-        for block in self.blocks:
-            block.env.close()
-        self.blocks.clear()
-        for k, part in enumerate(parts):
-            self.blocks.append(Block((self.rank, k), self._make_env(part)))
+    def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._there().install(version, weights)
 
-    def _trials_for(self, episodes: int, portion: int | None) -> list[Trial]:
-        """The environments for an evaluation with so many episodes at this rank."""
-        wanted = self.cfg.eval.num_envs or self.cfg.num_envs
-        mine = list(range(self.rank, wanted, self.world_size))[: max(1, episodes)]
-        parts = sub_batches(mine, portion, self.cfg.num_stages)
-        if [list(trial.env.indices) for trial in self._trials] != parts:
-            for trial in self._trials:
-                trial.env.close()
-            self._trials = [
-                Trial((self.rank, k), self._make_env(part, "evaluation"), self.cfg.eval) for k, part in enumerate(parts)
-            ]
-        return self._trials
+    def _there(self) -> Replica:
+        assert self.replica is not None, "begin() precedes"
+        return self.replica

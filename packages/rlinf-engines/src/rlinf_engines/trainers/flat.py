@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 # More elements than this: the calls no longer matter, and gradients are better freed between steps.
 LIMIT = 1 << 20
@@ -71,6 +72,39 @@ class FlatState:
         return [
             {"params": [tensor], "weight_decay": cut[2]} for (_, tensor), cut in zip(self._trained, cuts, strict=True)
         ]
+
+    def norm(self) -> float:
+        """The norm of the gradient, its squares added in float64."""
+        return float(torch.linalg.vector_norm(self.gradient, dtype=torch.float64))
+
+    def update(self, adam: torch.optim.AdamW) -> None:
+        """A step of ``adam``, which was made of ``groups`` with ``fused=True``; then the gradient is zero.
+
+        What ``adam.step`` does, without what that looks up each time.
+        """
+        if len(adam.state) < len(self._trained):
+            adam.step()  # it makes its averages
+        else:
+            for (_, tensor), group in zip(self._trained, adam.param_groups, strict=True):
+                state, gradient = adam.state[tensor], tensor.grad
+                assert gradient is not None
+                adamw(
+                    params=[tensor],
+                    grads=[gradient],
+                    exp_avgs=[state["exp_avg"]],
+                    exp_avg_sqs=[state["exp_avg_sq"]],
+                    max_exp_avg_sqs=[],
+                    state_steps=[state["step"]],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+        self.gradient.zero_()
 
     def averages(self, adam: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """The optimizer's state of each parameter by name, copied to the CPU; nothing before the first step."""

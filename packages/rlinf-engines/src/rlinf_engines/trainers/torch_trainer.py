@@ -62,8 +62,11 @@ class TorchTrainer(TrainerBase):
             lr = self.learning_rate()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-        self._zero_gradients()
+            if self._flat is not None:
+                self._flat.update(self.optimizer)
+            else:
+                self.optimizer.step()
+                self._zero_gradients()
         self.steps_done += 1
         return StepInfo(grad_norm=norm, lr=lr)
 
@@ -167,11 +170,14 @@ class TorchTrainer(TrainerBase):
         from rlinf_engines.trainers.norms import sum_of_squares
 
         flat = self._summed_gradients()
-        flat.div_(count)
-        norm = math.sqrt(float(sum_of_squares([flat], flat.device)))
+        if self._flat is not None:
+            norm = self._flat.norm() / count
+        else:
+            norm = math.sqrt(float(sum_of_squares([flat], flat.device))) / count
         clip = float(self.cfg.grad_clip)
         if math.isfinite(norm) and 0.0 < clip < norm:
-            flat.mul_(clip / (norm + 1e-12))
+            count *= (norm + 1e-12) / clip
+        flat.div_(count)
         return norm
 
     def _summed_gradients(self) -> torch.Tensor:

@@ -11,6 +11,9 @@ from typing import Any
 from rlinf_core.errors import nearest
 from rlinf_reasoning.tasks.chat import CHAT, has_chat_template
 
+# Arguments of ``apply_chat_template`` with which prompts are encoded.
+TAKEN = ("conversation", "add_generation_prompt", "tokenize", "return_dict")
+
 
 def check_answer_pattern(pattern: str | None) -> list[str]:
     if pattern is None:
@@ -22,6 +25,11 @@ def check_answer_pattern(pattern: str | None) -> list[str]:
     return []
 
 
+def check_fields(prompt: str, answer: str) -> list[str]:
+    """That a line's answer is not its prompt."""
+    return [f"task.answer_field: {answer!r} is the field of the prompt (task.prompt_field)"] if prompt == answer else []
+
+
 def check_chat(task: Any, root: Any) -> list[str]:
     """That the model has the chat template that is asked for, where its directory shows it."""
     chat = task.chat_template.lower()
@@ -29,6 +37,8 @@ def check_chat(task: Any, root: Any) -> list[str]:
         return [f"task.chat_template={task.chat_template}: must be one of {', '.join(CHAT)}{nearest(chat, CHAT)}"]
     if task.system is not None and chat == "false":
         return ["task.system: without a chat template (task.chat_template=false) there is no place for it"]
+    if taken := sorted(set(task.chat_options) & set(TAKEN)):
+        return [f"task.chat_options.{taken[0]}: is set by the recipe, it is no setting of the template; leave it out"]
     if "path" not in root.model:
         return []
     path = root.model.path

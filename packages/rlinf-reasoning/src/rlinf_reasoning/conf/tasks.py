@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlinf_reasoning.conf.checks import check_jsonl, check_pattern, check_template
-from rlinf_reasoning.conf.task_checks import check_answer_pattern, check_chat
+from rlinf_reasoning.conf.task_checks import check_answer_pattern, check_chat, check_fields
 from rlinf_reasoning.tasks.chat import TOO_LONG
 
 
@@ -69,6 +69,7 @@ class Jsonl(Task):
         return (
             check_template(self.template)
             or check_answer_pattern(self.answer_pattern)
+            or check_fields(self.prompt_field, self.answer_field)
             or check_chat(self, root)
             or check_jsonl(self.path, self.template, root)
         )

@@ -62,6 +62,10 @@ def describe(error: BaseException) -> str:
     return f"raised {text} ({os.path.basename(where.filename)}:{where.lineno})"
 
 
+LARGEST = 3.4e38
+"""A reward is no larger: trainers count in float32, and sums of larger ones overflow."""
+
+
 def score(function: Any, item: tuple[str, str, dict[str, Any]]) -> tuple[float | None, str]:
     """Call the function; a raise or a value that is not a finite number becomes (None, reason).
 
@@ -77,7 +81,17 @@ def score(function: Any, item: tuple[str, str, dict[str, Any]]) -> tuple[float |
         return None, f"returned a {type(value).__name__}, not a number: {safe_text(value, repr, 200)}"
     except BaseException as error:
         return None, f"returned a {type(value).__name__} whose conversion to a number {describe(error)}"
-    return (number, "") if math.isfinite(number) else (None, f"returned {number}, not a finite number")
+    problem = refused(number)
+    return (None, f"returned {problem}") if problem else (number, "")
+
+
+def refused(number: float) -> str:
+    """Why a number cannot be a reward, to follow "returned "; empty where it can."""
+    if not math.isfinite(number):
+        return f"{number}, not a finite number"
+    if abs(number) > LARGEST:
+        return f"{number:g}, beyond the largest number that float32 has ({LARGEST:g})"
+    return ""
 
 
 def main(work_fd: int, lifeline_fd: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from rlinf_core.registry import Registry
-from rlinf_reasoning.rewards._child import describe
+from rlinf_reasoning.rewards._child import describe, refused
 from rlinf_reasoning.rewards.pool import RewardItem, RewardPool, Score
 
 
@@ -61,4 +60,5 @@ class Scorer:
             value = float(self._function(item.text, item.answer, item.fields))
         except Exception as error:  # a plugin's fault becomes the item's, as in the pool
             return Score(None, describe(error))
-        return Score(value) if math.isfinite(value) else Score(None, f"returned {value}, not a finite number")
+        problem = refused(value)
+        return Score(None, f"returned {problem}") if problem else Score(value)

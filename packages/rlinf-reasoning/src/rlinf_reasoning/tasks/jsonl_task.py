@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,18 +61,32 @@ def _problems(path: Path, layout: Layout, key: str) -> Iterator[Problem]:
                 if line.strip():
                     yield _problem(line, f"{key}: {path}:{number}", layout, pattern)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}: {path}:{number + 1}: not UTF-8 text ({error.reason})") from error
+        raise ConfigError(f"{key}: {path}:{_undecodable(path, number + 1)}: not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror or error}") from error
 
 
+def _undecodable(path: Path, reached: int) -> int:
+    """The number of the first line that is not UTF-8; a file is decoded in blocks, so that it may be far behind
+    ``reached``, which is given back where no single line is at fault."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return reached
+
+
 def _problem(line: str, where: str, layout: Layout, pattern: re.Pattern[str] | None) -> Problem:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{where}: not valid JSON ({error.msg} at column {error.colno}); expected {layout.example()}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; brackets nested as deep
+        raise ConfigError(f"{where}: {type(error).__name__} when it is read as JSON: {error}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a {_kind(row)} where an object is needed, like {layout.example()}")
     roles = (("prompt_field", layout.prompt, layout.answer), ("answer_field", layout.answer, layout.prompt))
@@ -129,6 +144,8 @@ def _answer(value: Any, where: str, name: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{where}: field {name!r} is {value}, it must be a string or a finite number")
         return str(value)
     raise ConfigError(f"{where}: field {name!r} is a {_kind(value)}, it must be a string or a number")
 

@@ -26,12 +26,16 @@ class Reward(Worker):
 
     device = False
 
+    scorer: Scorer | None = None
+    """``None`` until it is set up, or where that failed."""
+
     def setup(self) -> None:
         self.scorer = Scorer(self.cfg.reward)
         self.on_error: str = self.cfg.reward.on_error
 
     def teardown(self) -> None:
-        self.scorer.close()
+        if self.scorer is not None:
+            self.scorer.close()
 
     @task
     def score(self, samples: In[Sample], scored: Out[Sample]) -> dict[str, float]:
@@ -101,6 +105,7 @@ class Reward(Worker):
 
     def _score(self, samples: list[Sample]) -> int:
         """Fill in the rewards; returns how many could not be computed."""
+        assert self.scorer is not None, "setup precedes tasks"
         scores = self.scorer.score([RewardItem(s.response_text, s.answer, s.fields) for s in samples])
         errors = 0
         for sample, score in zip(samples, scores, strict=True):
