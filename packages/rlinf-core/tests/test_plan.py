@@ -74,6 +74,16 @@ class TestTemporal:
         assert [found.groups[name].resident for name in ("gen", "reward", "actor")] == [False, True, False]
         assert [found.groups[name].order for name in ("gen", "reward", "actor")] == [0, 1, 2]
 
+    def test_a_stage_that_more_ranks_would_slow_down_gets_no_more(self) -> None:
+        plan = make_plan("temporal", GRPO, TWO, most_ranks={"actor": 1})
+        assert plan.tree == Share(Leaf("gen", "0-1"), Leaf("actor", "0"))
+        four = ClusterInfo.virtual(4)
+        assert make_plan("spatial", GRPO, four, most_ranks={"actor": 1}).tree == Pipe(
+            Leaf("gen", "0-1", 8), Leaf("actor", "2", 1), 8
+        )
+        asked = make_plan("temporal", GRPO, TWO, most_ranks={"actor": 1}, placement={"actor": "0-1"})
+        assert asked.tree == Share(Leaf("gen", "0-1"), Leaf("actor", "0-1"))
+
     def test_everything_at_once_and_spilled(self) -> None:
         found = flat("temporal", GRPO, TWO)
         assert [found.portion_for("train", c, g) for c, g in (("c0", "gen"), ("c1", "reward"), ("c2", "actor"))] == [

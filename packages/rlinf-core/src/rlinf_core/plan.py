@@ -151,18 +151,20 @@ def make_plan(
     *,
     portion: int | None = None,
     placement: Mapping[str, str] | None = None,
+    most_ranks: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan that the config asks for, validated.
 
     ``spec`` (config key ``plan``): ``temporal``, ``spatial`` or the path of a YAML file. ``portion`` (config
     key ``portion``): items moved at once in place of the plan's. ``placement`` (config key ``placement``):
     group -> placement text in place of the plan's (a device stage), or number of ranks (a CPU stage).
+    ``most_ranks``: group -> ranks that a mode gives it at most (``Worker.most_ranks``).
     Raises ``PlanError`` or ``PlacementError`` naming key, value and what would be right.
     """
     check_portion(portion, "portion")
     written = check_spec(spec)
     if written is None:
-        plan = _mode_plan(spec, graph, cluster, portion)
+        plan = _mode_plan(spec, graph, cluster, portion, most_ranks or {})
     else:
         plan = written
         if portion is not None:
@@ -214,7 +216,9 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int | None) -> Plan:
+def _mode_plan(
+    mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int | None, most_ranks: Mapping[str, int]
+) -> Plan:
     order = graph.order()
     on_devices = [graph.stages[name] for name in order if graph.stages[name].device]
     total = len(cluster.devices)
@@ -224,7 +228,11 @@ def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int |
     tree: Node | None = None
     if mode == "temporal" or len(on_devices) == 1:
         everywhere = [
-            Leaf(stage.name, _spread(stage, list(range(total))), _leaf_portion(stage, portion, mode))
+            Leaf(
+                stage.name,
+                _spread(stage, list(range(total)), most_ranks.get(stage.name)),
+                _leaf_portion(stage, portion, mode),
+            )
             for stage in on_devices
         ]
         for part in reversed(_cycles(graph, everywhere, portion)):
@@ -243,7 +251,8 @@ def _mode_plan(mode: str, graph: FlowGraph, cluster: ClusterInfo, portion: int |
         for index in range(len(on_devices) - 1, -1, -1):
             stage = on_devices[index]
             start = end - each - (index < more)
-            leaf = Leaf(stage.name, _spread(stage, list(range(start, end))), _leaf_portion(stage, portion, mode))
+            devices = _spread(stage, list(range(start, end)), most_ranks.get(stage.name))
+            leaf = Leaf(stage.name, devices, _leaf_portion(stage, portion, mode))
             apart.insert(0, leaf)
             end = start
         for part in reversed(_side_by_side(graph, _cycles(graph, apart, portion or DEFAULT_PORTION))):
@@ -289,12 +298,12 @@ def _leaf_portion(stage: StageSpec, portion: int | None, mode: str) -> int | Non
     return 1 if stage.barrier == "group" else DEFAULT_PORTION  # 1 item is rounded up to a whole group
 
 
-def _spread(stage: StageSpec, devices: list[int]) -> str:
-    """Placement text that puts the stage's ranks on these devices, evenly; some may stay idle."""
+def _spread(stage: StageSpec, devices: list[int], most: int | None) -> str:
+    """Placement text that puts the stage's ranks, at most so many, on these devices, evenly; some may stay idle."""
     ranks = stage.ranks_fixed
     if ranks is None:
         # A stage that must see the whole batch at once cannot be split over ranks that work alone.
-        ranks = 1 if stage.barrier == "batch" and not stage.collective else len(devices)
+        ranks = 1 if stage.barrier == "batch" and not stage.collective else min(len(devices), most or len(devices))
     if ranks >= len(devices):
         while ranks % len(devices):
             devices = devices[:-1]

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlinf_core.checkpoints import Checkpoints, State, sizes_of
 from rlinf_core.config import Config, load_program
+from rlinf_core.config.compose import PLUGIN_SECTIONS
 from rlinf_core.errors import ConfigError, PlanError, RLinfError, TraceError, describe
 from rlinf_core.flow import Flow, GroupSpec, trace
 from rlinf_core.graph import FlowGraph
@@ -135,11 +136,8 @@ def _call_program(program: Callable[[Any, Any], Any], flow: Flow, cfg: Config) -
         ) from error
 
 
-PLUGIN_SECTIONS = {"trainer": "rlinf.trainers", "rollout": "rlinf.rollouts"}
-"""Config sections whose ``name`` is a plugin that a worker loads: what it needs is looked for before Ray is started."""
-
-
 def _check_plugins(cfg: Config) -> None:
+    """What the plugins need is looked for before Ray is started, also for a configuration composed elsewhere."""
     for section, group in PLUGIN_SECTIONS.items():
         if section in cfg and "name" in cfg[section]:
             Registry(group).load(cfg[section].name)
@@ -150,7 +148,8 @@ def plan_for(
 ) -> tuple[Plan, FlatPlan]:
     """The validated plan and its flat view."""
     placement = {name: cfg.placement[name] for name in cfg.placement}
-    plan = make_plan(cfg.plan, graph, cluster, portion=cfg.portion, placement=placement)
+    most = {name: limit for name, group in groups.items() if (limit := group.worker.most_ranks(group.cfg)) is not None}
+    plan = make_plan(cfg.plan, graph, cluster, portion=cfg.portion, placement=placement, most_ranks=most)
     flat = flatten(plan, graph, cluster)
     for name, group in groups.items():
         if problem := group.worker.check_ranks(group.cfg, len(flat.groups[name].processes)):
@@ -376,7 +375,8 @@ def _last_words(cfg: Config, directory: RunDirectory, progress: Progress) -> Ite
         yield
     except BaseException as error:
         saves = "checkpoint.every" in cfg.reads
-        leave(directory.path, progress.note, saves=saves, bad_input=getattr(error, "bad_input", False) is True)
+        bad_input = getattr(error, "bad_input", False) is True
+        leave(directory.path, progress.note, saves=saves, bad_input=bad_input, every=cfg.checkpoint.every)
         raise
 
 

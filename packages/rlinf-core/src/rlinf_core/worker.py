@@ -245,6 +245,13 @@ class Worker:
         anything is started, without devices: nothing heavy may be imported."""
         return ""
 
+    @classmethod
+    def most_ranks(cls, cfg: Any) -> int | None:
+        """Ranks beyond which more would only slow the group down with the configuration ``cfg``; ``None`` where there
+        is no such number. ``plan=temporal`` and ``plan=spatial`` give it no more; ``placement`` and a plan file may,
+        and ``plan=auto`` measures. Asked like ``check_ranks``."""
+        return None
+
     def setup(self) -> None:
         """Build what the tasks need (engines, models). Runs once, in the worker's process; in a group that shares its
         devices it runs while the group has them, and ``offload`` follows. The first section calls ``onload``."""

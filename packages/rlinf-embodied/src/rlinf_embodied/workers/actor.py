@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SMALL = 1_000_000
 """A network with fewer parameters is small."""
 
+SMALL_WIDTH = 512
+"""An MLP with no wider layer is trained by one rank."""
+
 
 class Actor(Worker):
     """Trains the policy with the trainer backend that ``cfg.trainer.name`` names; its ranks are data parallel.
@@ -35,6 +38,12 @@ class Actor(Worker):
     def check_ranks(cls, cfg: Any, ranks: int) -> str:
         ask = getattr(Registry("rlinf.trainers").load(cfg.trainer.name), "ranks_problem", None)
         return str(ask(cfg.trainer, ranks)) if callable(ask) else ""
+
+    @classmethod
+    def most_ranks(cls, cfg: Any) -> int | None:
+        """One for a small MLP: exchanging gradients takes longer than computing them."""
+        small = cfg.model.name == "mlp" and max(cfg.model.hidden, default=0) <= SMALL_WIDTH
+        return 1 if small else None
 
     def setup(self) -> None:
         from rlinf_embodied import training
