@@ -20,7 +20,7 @@ from rlinf_core.cli.machine import GIB, Machine, Raylet
 from rlinf_core.cli.main import main
 from rlinf_core.config import sources
 from rlinf_core.errors import RLinfError
-from rlinf_core.registry import Entry
+from rlinf_core.registry import GROUPS, Entry, kind_of
 
 HEALTHY = Machine(
     python="3.11.9",
@@ -132,6 +132,11 @@ def only(port: int, connect: Callable[..., socket.socket]) -> Callable[..., sock
         return connect(address, **options)
 
     return refusing
+
+
+def test_every_kind_is_named_in_the_singular() -> None:
+    kinds = {kind_of(group) for group in GROUPS}
+    assert {"trainer", "rollout", "policy", "loss", "advantage", "recipe"} <= kinds and "policie" not in kinds
 
 
 def test_missing_parts_say_what_they_add_and_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from rlinf_core import registry
 from rlinf_core.config import Config, compose, compose_full, load_program, sources
 from rlinf_core.errors import ConfigError
-from rlinf_core.registry import Entry
+from rlinf_core.registry import Entry, KnownPlugin, missing_imports
 
 CONF = """
 from dataclasses import dataclass, field
@@ -236,6 +237,65 @@ def test_faults_of_overrides_name_the_key(toys: None, overrides: list[str], part
         assert part in text, text
 
 
+def test_a_rollout_without_what_it_needs_is_refused(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a worker would find when Ray is up; an option that is named beside it says what it lacks."""
+    lacking = {"fast": KnownPlugin("dist-toys", "quick", ("no_such_library",)), "slow": KnownPlugin("dist-toys")}
+    monkeypatch.setitem(registry.KNOWN, "rlinf.rollouts", lacking)
+    entries = tuple(Entry("rlinf.rollouts", name, f"no_such_module:{name}", "dist-toys") for name in lacking)
+    monkeypatch.setattr(registry, "installed_entries", lambda: entries)
+    assert fault("toys/count", "loggers=[]") == (
+        "rollout.name: rollout 'fast' of dist-toys needs no_such_library, which is not installed; "
+        f"install it with: {registry.install_command('dist-toys[quick]')}"
+    )
+    assert compose("toys/count", ["loggers=[]", "rollout=slow"]).rollout.name == "slow"
+    assert compose_full("toys/count", ["loggers=[]"], allow_missing=True).choices["rollout"] == "fast"
+    text = fault("toys/count", "rollout=fasst")
+    assert "installed: free (dist-toy_conf 1.0), slow (dist-toy_conf 1.0); others: fast with " in text
+
+
+def test_a_logger_without_what_it_needs_is_refused(toys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    needy = KnownPlugin("rlinf-core", "wandb", ("no_such_library",))
+    monkeypatch.setitem(registry.KNOWN, "rlinf.loggers", {**registry.KNOWN["rlinf.loggers"], "wandb": needy})
+    text = fault("toys/count", "loggers=[jsonl,wandb]")
+    assert text.startswith("loggers: logger 'wandb' of rlinf-core") and "needs no_such_library" in text
+    assert text.endswith(f"install it with: {registry.install_command('rlinf-core[wandb]')}")
+
+
+SAME = """
+from dataclasses import dataclass, field
+@dataclass
+class Trainer:
+    lr: float = 1.0
+    tp: int = 1
+@dataclass
+class Engine:
+    tensor_parallel_size: int = 1
+@dataclass
+class Same:
+    trainer: Trainer = field(default_factory=Trainer)
+    engine: Engine = field(default_factory=Engine)
+    prompts_per_step: int = 8
+SCHEMAS = {"toys/same": Same}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("trainer.learning_rate", "trainer.lr"),
+        ("learning_rate", "trainer.lr"),
+        ("engine.tp", "engine.tensor_parallel_size"),
+        ("engine.lr", "trainer.lr"),
+        ("trainer.tensor_parallel_size", "trainer.tp"),
+        ("batch_size", "prompts_per_step"),
+        ("trainer.lrr", "trainer.lr"),
+    ],
+)
+def test_other_names_of_the_same_are_known(install: Install, given: str, meant: str) -> None:
+    install("same_conf", SAME, {"toys/same.yaml": "program: a:b\nnum_steps: 1\n"})
+    assert f"unknown key {given!r} (did you mean {meant!r}?)" in fault("toys/same", f"{given}=2")
+
+
 def test_a_message_comes_once_where_recipe_and_core_declare_a_key(install: Install) -> None:
     both = """
 from dataclasses import dataclass, field
@@ -256,6 +316,7 @@ def test_untyped_numbers_are_finite_too(toys: None) -> None:
     ("recipe", "parts"),
     [
         ("toys/cuont", ["unknown recipe 'toys/cuont'", "did you mean 'toys/count'", "toys/untyped"]),
+        ("embodied/anything", ["unknown recipe 'embodied/anything'", "one of rlinf-embodied", "not installed"]),
         ("rollout/fast", ["an option of config group rollout, not a recipe"]),
         ("toys/unset", ["num_steps (an integer)", "give num_steps="]),
         (
@@ -266,7 +327,11 @@ def test_untyped_numbers_are_finite_too(toys: None) -> None:
         ("./absent.py", ["absent.py does not exist"]),
     ],
 )
-def test_faults_of_recipes(toys: None, recipe: str, parts: list[str]) -> None:
+def test_faults_of_recipes(toys: None, recipe: str, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = missing_imports
+    monkeypatch.setattr(
+        "rlinf_core.config.compose.missing_imports", lambda names: ("x",) if "rlinf_embodied" in names else real(names)
+    )
     text = fault(recipe)
     for part in parts:
         assert part in text, text

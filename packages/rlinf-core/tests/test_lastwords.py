@@ -61,21 +61,25 @@ def run_of(folder: Path, *names: str, metrics: str = "", steps: tuple[int, ...] 
 
 
 @pytest.mark.parametrize(
-    ("steps", "saves", "said"),
+    ("steps", "saves", "every", "said"),
     [
-        ((20, 40), True, "; last checkpoint: checkpoints/step-00000040, after 40 steps; "),
-        ((), True, "; no checkpoint to go on from (checkpoint.every=N makes one"),
-        ((), False, "(metrics.jsonl, trace.json)"),
+        ((20, 40), True, 20, "; last checkpoint: checkpoints/step-00000040, after 40 steps; "),
+        ((), True, 0, "; no checkpoint to go on from (checkpoint.every=N makes one"),
+        ((), True, 5, "; no checkpoint was complete yet (checkpoint.every=5); `/a/rlinf run x/y "),
+        ((), False, 0, "(metrics.jsonl, trace.json)"),
     ],
 )
 def test_the_line_says_what_is_there_and_how_to_go_on(
-    tmp_path: Path, steps: tuple[int, ...], saves: bool, said: str
+    tmp_path: Path, steps: tuple[int, ...], saves: bool, every: int, said: str
 ) -> None:
     run = run_of(tmp_path / "run", "config.yaml", "trace.json", metrics=LINE, steps=steps)
-    line = describe(run, saves=saves, words=["/a/rlinf", "run", "x/y", "task.template='{a} b'", "resume=none"])
+    line = describe(
+        run, saves=saves, every=every, words=["/a/rlinf", "run", "x/y", "task.template='{a} b'", "resume=none"]
+    )
     assert line.startswith(f"run directory: {run} (metrics.jsonl, trace.json)") and said in line and "\n" not in line
     command = "`/a/rlinf run x/y 'task.template='\"'\"'{a} b'\"'\"'' resume=auto` goes on from it"
     assert (command in line) == bool(steps)
+    assert line.endswith(" resume=none` starts again") == (saves and every == 5)
 
 
 def test_a_command_of_another_program_is_told_in_words() -> None:
@@ -117,6 +121,7 @@ def test_nothing_in_here_hides_the_cause(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ('ValueError("the reason")', 1, "last checkpoint: checkpoints/step-00000002, after 2 steps; the same command"),
         ('ConfigError("the reason")', 0, "no checkpoint to go on from (checkpoint.every=N"),
+        ('ValueError("the reason")', 3, "no checkpoint was complete yet (checkpoint.every=3); the same command starts"),
     ],
 )
 def test_a_failed_run_says_it_before_the_cause(tmp_path: Path, fault: str, every: int, said: str) -> None:

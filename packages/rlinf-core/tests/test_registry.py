@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_core import registry
 from rlinf_core.errors import MissingExtraError, PluginError
-from rlinf_core.registry import Entry, Registry, install_command, installed_entries, missing_imports
+from rlinf_core.registry import Entry, KnownPlugin, Registry, install_command, installed_entries, missing_imports
 
 MODULES = {
     "plug_good": "class Good:\n    pass\n\nclass Nested:\n    class Inner: pass\n",
@@ -117,6 +117,38 @@ def test_a_folder_that_an_uninstall_left_is_not_the_library(tmp_path: Path, monk
     (tmp_path / "was_a_library" / "__pycache__").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
     assert missing_imports(["was_a_library", "json", "os.path"]) == ("was_a_library",)
+
+
+def test_a_package_below_a_mere_folder_is_found_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared_folder" / "core").mkdir(parents=True)
+    (tmp_path / "shared_folder" / "core" / "__init__.py").write_text("raise RuntimeError('it was imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing_imports(["shared_folder.core"]) == ()
+    assert missing_imports(["shared_folder.other", "shared_folder"]) == ("shared_folder.other", "shared_folder")
+
+
+def lacking_megatron(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    known = dict(registry.KNOWN["rlinf.trainers"])
+    known["megatron"] = KnownPlugin("rlinf-engines", "megatron", ("no_such_library.core",))
+    known["torch"] = KnownPlugin("rlinf-engines", "torch")
+    monkeypatch.setitem(registry.KNOWN, "rlinf.trainers", known)
+    entries = [Entry("rlinf.trainers", name, f"plug_broken:{name}", "rlinf-engines") for name in ("megatron", "torch")]
+    monkeypatch.setattr(registry, "installed_entries", lambda: tuple(entries))
+    return Registry("rlinf.trainers", entries)
+
+
+def test_what_a_plugin_lacks_is_told_without_importing_it(modules: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = lacking_megatron(monkeypatch)
+    (problem,) = registry.check_plugin("rlinf.trainers", "megatron", "trainer.name")
+    assert problem.startswith("trainer.name: trainer 'megatron' of rlinf-engines needs no_such_library.core")
+    assert problem.endswith(f"install it with: {install_command('rlinf-engines[megatron]')}")
+    assert registry.check_plugin("rlinf.trainers", "torch", "trainer.name") == []
+    text = found.unknown("fsdp")
+    assert "installed: torch (rlinf-engines); also available: " in text
+    assert f"megatron with {install_command('rlinf-engines[megatron]')}" in text
+    assert "plug_broken" not in sys.modules
 
 
 def test_the_install_command_fits_where_one_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

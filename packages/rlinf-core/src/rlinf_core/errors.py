@@ -132,9 +132,28 @@ class RunDirectoryError(RLinfError, OSError):
     """The run directory cannot be created or written (unwritable, disk full)."""
 
 
+SYNONYMS = (
+    ("lr", "learning_rate"),
+    ("tp", "tensor_parallel_size"),
+    ("pp", "pipeline_parallel_size"),
+    ("batch_size", "prompts_per_step"),
+    ("max_tokens", "max_new_tokens"),
+)
+"""Names of settings that mean the same and do not look alike."""
+
+
+def synonyms(name: str, known: Iterable[str]) -> list[str]:
+    """Those of ``known`` whose last part means what that of the dotted ``name`` does; those beside it come first."""
+    parent, _, last = name.rpartition(".")
+    words = {word for same in SYNONYMS if last in same for word in same}
+    found = [key for key in known if key.rpartition(".")[2] in words]
+    return sorted(found, key=lambda key: key.rpartition(".")[0] != parent)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
-    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    names = list(known)
+    found = synonyms(name, names) or get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -48,9 +48,9 @@ def format_count(number: float) -> str:
 
 
 def format_line(state: ProgressState, width: int | None = None) -> str:
-    """The live line, e.g. ``train 12/80 | reward 0.512 | 1.2k tok/s | generate 2.1 s, train 1.2 s | 3m20s left``.
+    """The live line, e.g. ``train 12/80 | reward 0.512 | 3.4 s/step | 3m20s left | 1.2k tok/s | generate 2.1 s``.
 
-    Cut to ``width`` characters when given; the end (stage times) goes first.
+    No longer than ``width`` when given: what is asked for least stands last and is left out, piece by piece.
     """
     total = f"/{state.total}" if state.total else ""
     parts = [f"{state.phase} {state.step}{total}"]
@@ -64,20 +64,58 @@ def format_line(state: ProgressState, width: int | None = None) -> str:
         parts.append(f"return {state.episode_return:.4g}")
     if state.success:  # environments without a notion of success always say 0
         parts.append(f"success {state.success:.1%}")
+    if state.step_s is not None:
+        parts.append(f"{format_seconds(state.step_s)}/step")
+    if state.left_s is not None:
+        parts.append(f"{format_seconds(state.left_s)} left")
     if state.tokens_per_s is not None:
         parts.append(f"{format_count(state.tokens_per_s)} tok/s")
     if state.env_steps_per_s is not None:
         parts.append(f"{format_count(state.env_steps_per_s)} env steps/s")
     if state.device_use is not None:
         parts.append(f"devices {state.device_use:.0%}")
-    if state.step_s is not None:
-        parts.append(f"{format_seconds(state.step_s)}/step")
-    if state.left_s is not None:
-        parts.append(f"{format_seconds(state.left_s)} left")
-    if state.stages:
-        parts.append(", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in state.stages.items()))
-    line = " | ".join(parts)
+    pieces = [(" | ", part) for part in parts]
+    for index, (name, seconds) in enumerate(state.stages.items()):
+        pieces.append((", " if index else " | ", f"{name} {format_seconds(seconds)}"))
+    return _joined(pieces, width)
+
+
+def _joined(pieces: Sequence[tuple[str, str]], width: int | None) -> str:
+    """(separator before it, text) of each piece as one line; the first is cut where not even it has room."""
+    line = pieces[0][1]
+    for index, (separator, text) in enumerate(pieces[1:], start=1):
+        longer = f"{line}{separator}{text}"
+        more = index < len(pieces) - 1  # the mark that something is left out needs room too
+        if width is not None and len(longer) + (2 if more else 0) > width:
+            line += " …"
+            break
+        line = longer
     return line if width is None or len(line) <= width else f"{line[: max(width - 1, 0)]}…"
+
+
+_REPEATS = {"pass@1": "accuracy", "answers": "problems"}
+"""Metrics that say the same as another where their values are equal."""
+_FAULTS = ("/errors", "/truncated", "/dropped")
+"""Endings of metrics that are worth a word only when they are not 0."""
+
+
+def format_record(metrics: Mapping[str, float]) -> str:
+    """What was measured once, for people: ``accuracy 0.332 (0.277 to 0.392), problems 256, reward/mean 0.332``.
+
+    ``NAME/low`` and ``NAME/high`` are shown as the interval of ``NAME``; repetitions and faults that did not occur are
+    left out.
+    """
+    shown = []
+    for name, value in metrics.items():
+        base, _, end = name.rpartition("/")
+        if (end in ("low", "high") and base in metrics) or (name.endswith(_FAULTS) and value == 0):
+            continue
+        if metrics.get(_REPEATS.get(name, "")) == value:
+            continue
+        low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+        interval = f" ({low:.3g} to {high:.3g})" if low is not None and high is not None else ""
+        shown.append(f"{name} {value:.4g}{interval}")
+    return ", ".join(shown)
 
 
 def stage_times(metrics: Mapping[str, float]) -> dict[str, float]:

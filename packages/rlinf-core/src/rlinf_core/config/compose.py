@@ -18,13 +18,15 @@ from rlinf_core.config.node import Config
 from rlinf_core.config.schema import UNTYPED, KeyInfo, Schema
 from rlinf_core.config.user_recipe import find_recipe, load_user_module
 from rlinf_core.config.values import RecipeSource, first_line
-from rlinf_core.errors import ConfigError, nearest
-from rlinf_core.registry import KNOWN, install_command
+from rlinf_core.errors import ConfigError, MissingExtraError, nearest
+from rlinf_core.registry import OURS, Registry, install_command, lacking, missing_imports
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 MAIN = "rlinf_main"
+PLUGIN_SECTIONS = {"trainer": "rlinf.trainers", "rollout": "rlinf.rollouts"}
+"""Config sections whose ``name`` is a plugin that a worker loads."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,24 @@ def compose_full(
         values.apply(root, schema, source, override)
     data = values.resolve(root, schema, source, allow_missing)
     config = Config(data)
-    if not allow_missing and (problems := schema.problems(config)):
+    if not allow_missing and (problems := schema.problems(config) or _not_installed(config)):
         raise ConfigError("; ".join(problems))
     return Composed(source.name, Config(data), schema, {path: option for path, _, option in choices})
+
+
+def _not_installed(config: Config) -> list[str]:
+    """What the chosen trainer and rollout need and is not there; a worker would find it after the cluster is up."""
+    problems = []
+    for section, group in PLUGIN_SECTIONS.items():
+        if section not in config or not isinstance(node := config[section], Config) or "name" not in node:
+            continue
+        name, registry = node["name"], Registry(group)
+        if name in registry.names():
+            try:
+                registry.check_imports(name)
+            except MissingExtraError as error:
+                problems.append(f"{section}.name: {error}")
+    return problems
 
 
 # -- the recipe ------------------------------------------------------------------------------------------------------
@@ -132,13 +149,19 @@ def _recipe_schemas(name: str, data: dict[str, Any]) -> list[type]:
 
 def _unknown_recipe(recipe: str) -> NoReturn:
     known = sources.recipe_names()
+    package, slash, _ = recipe.partition("/")
+    if slash and f"rlinf_{package}" in OURS and missing_imports((f"rlinf_{package}",)):
+        raise ConfigError(
+            f"unknown recipe {recipe!r}: it would be one of rlinf-{package}, which is not installed; "
+            f"install it with: {install_command(f'rlinf-{package}')}"
+        )
     text = f"unknown recipe {recipe!r}{nearest(recipe, known)}; recipes: {', '.join(known) or 'none installed'}"
     if not known:
         text += f"; install some with: {install_command('rlinf-reasoning')}"
     if Path(recipe).exists():
         text += "; a file of your own must end in .py"
-    for package in sources.broken_packages():
-        text += f"; {package.distribution} is left out, its {package.module} cannot be imported: {package.error}"
+    for broken in sources.broken_packages():
+        text += f"; {broken.distribution} is left out, its {broken.module} cannot be imported: {broken.error}"
     raise ConfigError(text)
 
 
@@ -241,14 +264,16 @@ def _hydra_compose(
 def _unknown_option(
     group: str, option: str, options: Mapping[str, sources.ConfPackage], needed_by: str = ""
 ) -> NoReturn:
-    known = KNOWN.get(f"rlinf.{group}s", {})
-    elsewhere = {name: plugin for name, plugin in known.items() if name not in options}
+    elsewhere = lacking(f"rlinf.{group}s", options)
     text = f"{group}={option}: " + (f"needed by {needed_by}, but " if needed_by else "")
     if option in elsewhere:
         text += f"not installed; {elsewhere[option].distribution} ships it: "
         raise ConfigError(text + install_command(elsewhere[option].requirement))
     text += f"there is no such {group}{nearest(option, [*options, *elsewhere])}; installed: "
-    text += ", ".join(f"{name} ({package.distribution})" for name, package in options.items()) or "none"
+    text += (
+        ", ".join(f"{name} ({package.distribution})" for name, package in options.items() if name not in elsewhere)
+        or "none"
+    )
     if elsewhere:
         text += "; others: " + ", ".join(
             f"{name} with {install_command(plugin.requirement)}" for name, plugin in elsewhere.items()

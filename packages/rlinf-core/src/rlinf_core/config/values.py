@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlinf_core.config.node import leaves
 from rlinf_core.config.schema import MISSING, UNTYPED, Schema, describe, is_schema, slots_of, unwrap
-from rlinf_core.errors import ConfigError, MissingKeys, nearest
+from rlinf_core.errors import ConfigError, MissingKeys, nearest, synonyms
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -169,7 +169,8 @@ def _materialise(root: DictConfig, schema: Schema, parent: str) -> None:
 def _unknown_key(root: DictConfig, schema: Schema, recipe: RecipeSource, path: str, where: str = "") -> NoReturn:
     known = [info.path for info in schema.keys(_container(root))]
     last = path.rpartition(".")[2]
-    same = [key for key in known if key.rpartition(".")[2] == last]
+    beside = [key for key in synonyms(path, known) if key.rpartition(".")[0] == path.rpartition(".")[0]]
+    same = beside or [key for key in known if key.rpartition(".")[2] == last]
     hint = f" (did you mean {' or '.join(repr(key) for key in same[:3])}?)" if same else nearest(path, known)
     parent = path.rpartition(".")[0]
     while parent and not any(key.startswith(f"{parent}.") for key in known):
