@@ -329,9 +329,8 @@ def test_untyped_numbers_are_finite_too(toys: None) -> None:
 )
 def test_faults_of_recipes(toys: None, recipe: str, parts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = missing_imports
-    monkeypatch.setattr(
-        "rlinf_core.config.compose.missing_imports", lambda names: ("x",) if "rlinf_embodied" in names else real(names)
-    )
+    module = sys.modules["rlinf_core.config.compose"]  # the package has a function of this name
+    monkeypatch.setattr(module, "missing_imports", lambda names: ("x",) if "rlinf_embodied" in names else real(names))
     text = fault(recipe)
     for part in parts:
         assert part in text, text

@@ -81,11 +81,14 @@ def test_a_place_that_cannot_be_written_is_found_before_the_work(tmp_path: Path)
         convert_gguf(source, source / "below" / "out")
 
 
-def test_the_extra_is_named_when_the_reader_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("absent", ["gguf", "accelerate"])
+def test_the_extra_is_named_when_a_reader_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
+) -> None:
     source = write(tmp_path / "some.gguf", "llama")
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else find(name, *a))
-    with pytest.raises(MissingExtraError, match=r"pip install 'rlinf-engines\[gguf\]'"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a))
+    with pytest.raises(MissingExtraError, match=rf"needs {absent}, .*tools/install 'rlinf-engines\[gguf\]'"):
         convert_gguf(source, tmp_path / "out")
 
 

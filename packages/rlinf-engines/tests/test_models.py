@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -146,6 +147,17 @@ def test_a_directory_is_what_was_exported(make_model: Any, directory: Path) -> N
     assert AutoTokenizer.from_pretrained(directory).encode("1+2") == tokenizer.encode("1+2")
     assert load_config(str(directory)).max_position_embeddings == 64
     assert sorted(p.name for p in directory.parent.iterdir()) == ["hf"]
+
+
+def test_exported_files_follow_the_umask(make_model: Any, tmp_path: Path) -> None:
+    node = make_model("float32")
+    before = os.umask(0o026)
+    try:
+        export_model(load_model(node, 0), load_tokenizer(node), tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == 0o640 and set(modes.values()) == {0o640}, modes
 
 
 def break_directory(path: Path, how: str) -> None:

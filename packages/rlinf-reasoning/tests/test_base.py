@@ -118,6 +118,22 @@ def test_too_few_problems_are_refused_with_the_numbers(
     data(problems(count + 1), **sizes)
 
 
+class Disagreeing:
+    source = "a file with two minds"
+
+    def problems(self, seed: int) -> list[Problem]:
+        return [*problems(200), Problem("5+1=", "7"), Problem("6+1=", "7"), Problem("8+1=", "7")]
+
+
+def test_prompts_with_two_answers_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    load_data(recipe(), Disagreeing(), tell=False)
+    assert caplog.messages == []
+    for _ in range(2):
+        assert load_data(recipe(), Disagreeing()).conflicts == 2
+    (text,) = caplog.messages
+    assert text.startswith("task: a file with two minds has 2 problem(s) whose prompt came before with another answer")
+
+
 class Sums:
     source = "sums"
 

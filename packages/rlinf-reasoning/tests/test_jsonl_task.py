@@ -35,6 +35,7 @@ def test_extra_fields_are_kept_and_blank_lines_skipped(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (GOOD + '{"prompt": "x", "ans\n', ["p.jsonl:2", "not valid JSON"]),
+        ('{"prompt": "x", "answer": "2"\n' + GOOD, ["p.jsonl:1", "Expecting ',' delimiter at column 30"]),
         (GOOD + "\n" + '{"prompt": "x"}\n', ["p.jsonl:3", "'answer' is missing", "has prompt"]),
         ('{"prompt": "x", "anwser": "1"}\n', ["p.jsonl:1", "'answer' is missing", "'anwser'"]),
         ('{"prompt": 3, "answer": "1"}\n', ["p.jsonl:1", "'prompt' is a number", "string"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,35 @@ def test_actor_accounts_for_and_writes_every_sample(tmp_path: Path) -> None:
     assert written[0]["step"] == "train/0" and written[0]["info"] == {}
     assert [(kind, len(ids)) for kind, ids, _ in actor._ctx.accounted] == [("trained", 8), ("trained", 16)]
     assert actor.train(Items()) == {}
+
+
+def always(value: float, group: int, i: int) -> float:
+    return value
+
+
+def test_steps_that_teach_nothing_are_told_of_once_and_when_they_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor = made(Actor, recipe(), tmp_path)
+    said = {}
+    for index, reward in enumerate([None, 0.0, 0.0, None, *[0.25] * 12]):
+        actor._ctx.step, actor._ctx.step_index = f"train/{index}", index
+        metrics = actor.train(Items(samples(reward=None if reward is None else partial(always, reward))))
+        assert (metrics["groups/without_signal"] == 1.0) == (reward is not None)
+        if caplog.messages:
+            (said[index],) = caplog.messages
+        caplog.clear()
+    assert list(said) == [1, 8]
+    assert said[1].startswith("in step train/1 all rewards of every group were equal (0 on average)")
+    assert said[8].startswith("in 5 steps in a row, last train/8 all rewards of every group were equal (0.25 on av")
+    assert all("samples.jsonl" in text for text in said.values())
+
+
+def test_equal_rewards_with_a_critic_are_nothing_to_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    actor, critic, valued = made(Actor, recipe(Ppo), tmp_path), made(Critic, recipe(Ppo), tmp_path), Items()
+    critic.value(Items(samples(reward=partial(always, 1.0))), valued)
+    actor.train(Items(valued))
+    assert caplog.messages == []
 
 
 def test_staleness_goes_by_the_version_that_was_published(tmp_path: Path) -> None:

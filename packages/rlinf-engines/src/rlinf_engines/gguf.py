@@ -12,10 +12,13 @@ from typing import Any
 
 from rlinf_core.cli.main import Parser
 from rlinf_core.errors import ConfigError, MissingExtraError
+from rlinf_core.registry import install_command
 from rlinf_core.rundir import guard
 
 MAGIC = b"GGUF"
 DTYPES = ("float32", "bfloat16")
+NEEDED = ("gguf", "accelerate", "transformers", "safetensors")
+"""What must be there to read one: transformers does not without accelerate."""
 
 
 def convert_gguf(gguf_file: str | Path, out_dir: str | Path, dtype: str = "float32") -> Path:
@@ -25,7 +28,7 @@ def convert_gguf(gguf_file: str | Path, out_dir: str | Path, dtype: str = "float
     trains like any other. The directory is written aside and renamed when whole; one that exists is refused. Returns
     the directory.
 
-    Raises ``MissingExtraError`` without the package that reads the format, and ``ConfigError`` for a file that is not
+    Raises ``MissingExtraError`` without the packages that read the format, and ``ConfigError`` for a file that is not
     GGUF, is cut off, lacks weights or a tokenizer, or holds an architecture that is not a known causal language model.
     """
     source, target = Path(gguf_file).expanduser(), Path(out_dir).expanduser()
@@ -78,12 +81,11 @@ def _check(source: Path, target: Path, dtype: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent):
             pass
-    for package in ("gguf", "transformers", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(
-                f"reading GGUF needs the package {package}, which is not installed; "
-                "install it with: pip install 'rlinf-engines[gguf]'"
-            )
+    if missing := [package for package in NEEDED if importlib.util.find_spec(package) is None]:
+        raise MissingExtraError(
+            f"reading GGUF needs {', '.join(missing)}, which is not installed; "
+            f"install it with: {install_command('rlinf-engines[gguf]')}"
+        )
 
 
 def _check_contents(source: Path) -> None:

@@ -8,6 +8,7 @@ The arguments are config nodes: anything with attributes.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ def check_model_path(path: str) -> list[str]:
     directory = Path(path).expanduser()
     want = "give a directory with config.json, weights and a tokenizer, or null for the tiny model"
     if not directory.exists():
+        if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+            want += (
+                f". A model of that name on the Hugging Face hub is not downloaded by a run: `hf download {path} "
+                "--local-dir DIR` does it, then give model.path=DIR"
+            )
         return [f"model.path: {path} does not exist; {want}"]
     if not directory.is_dir():
         return [f"model.path: {path} is not a directory; {want}"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,6 +180,9 @@ def export_model(
             config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
             config["dtype"] = str(dtype).removeprefix("torch.")
             (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        mode = stat.S_IMODE((aside / "config.json").stat().st_mode)
+        for weights in aside.glob("*.safetensors"):
+            weights.chmod(mode)  # safetensors makes files that only their owner can read, whatever the umask says
     finally:
         network.config.dtype = own
     replace_directory(aside, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from rlinf_core.errors import ConfigError
 from rlinf_core.types import Prompt
 from rlinf_reasoning.tasks.chat import PromptEncoder, has_chat_template, refusal
+
+log = logging.getLogger("rlinf.task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,13 @@ class PromptData:
         group_size: int,
         evaluation: Iterable[Problem] | None = None,
     ) -> None:
-        ordered = _distinct(problems, seed)
+        self.seed = seed
+        self.conflicts = 0
+        """Problems left out whose text came before with another answer."""
+        ordered = self._distinct(problems)
         held: Sequence[Problem]
         if evaluation is not None:
-            every = _distinct(evaluation, seed)
+            every = self._distinct(evaluation)
             held = every[:eval_problems]
             texts = {problem.prompt for problem in every}
             ordered = [problem for problem in ordered if problem.prompt not in texts]
@@ -94,7 +100,6 @@ class PromptData:
                 f"{share}{warm_start_problems} for the warm start (warm_start.problems) or {prompts_per_step} for one "
                 "batch (prompts_per_step), whichever is more"
             )
-        self.seed = seed
         self.group_size = group_size
         self.prompts_per_step = prompts_per_step
         self.eval: Sequence[Problem] = tuple(held)
@@ -102,6 +107,13 @@ class PromptData:
         self.warm_start: Sequence[Problem] = self.train[:warm_start_problems]
         self._epoch = -1
         self._order: list[int] = []
+
+    def _distinct(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The first problem of each prompt text, in the order of a seeded hash of the text."""
+        distinct: dict[str, Problem] = {}
+        for problem in problems:
+            self.conflicts += distinct.setdefault(problem.prompt, problem).answer != problem.answer
+        return sorted(distinct.values(), key=lambda problem: _rank(self.seed, problem.prompt))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -135,13 +147,14 @@ class PromptData:
         return [_prompt(p, f"warm/p{n}", 0, 1) for n, p in enumerate(self.warm_start)]
 
 
-def load_data(cfg: Any, task: Task | None = None) -> PromptData:
+def load_data(cfg: Any, task: Task | None = None, *, tell: bool = True) -> PromptData:
     """Load the task that ``cfg.task.name`` names and cut it as the recipe's config says.
 
     Reads ``cfg.seed``, ``cfg.task``, ``cfg.eval.problems``, ``cfg.warm_start.problems`` (where there is such a phase),
     ``cfg.prompts_per_step``, ``cfg.algorithm.group_size`` and, for the tiny model, ``cfg.model`` and
     ``cfg.sampling.max_new_tokens``. A recipe without ``prompts_per_step`` trains on nothing: all problems that there
-    are (at most ``eval.problems``, when that is not null) are for evaluation.
+    are (at most ``eval.problems``, when that is not null) are for evaluation. ``tell``: warn of prompts that come with
+    two answers.
 
     Raises:
         ConfigError: too few problems, or one that is too long for the tiny model or cannot be written in its
@@ -178,6 +191,8 @@ def load_data(cfg: Any, task: Task | None = None) -> PromptData:
         )
         if not data.eval:
             raise ConfigError(f"task: {task.source} has no problem to evaluate on")
+    if tell:
+        _tell_conflicts(data, task.source)
     if cfg.model.path is None:
         _check_messages(data)
         _check_length(data, cfg.sampling.max_new_tokens, cfg.model.tiny.max_positions)
@@ -185,6 +200,21 @@ def load_data(cfg: Any, task: Task | None = None) -> PromptData:
     elif has_chat_template(cfg.model.path) is False:
         _check_messages(data)
     return data
+
+
+_told: set[str] = set()
+
+
+def _tell_conflicts(data: PromptData, source: str) -> None:
+    """Warn, once in this process, of problems that were left out although they have an answer of their own."""
+    if data.conflicts and source not in _told:
+        _told.add(source)
+        log.warning(
+            "task: %s has %d problem(s) whose prompt came before with another answer; the first answer counts, the "
+            "others are left out",
+            source,
+            data.conflicts,
+        )
 
 
 LONGEST = 64
@@ -198,20 +228,12 @@ def check_longest(cfg: Any, encode: PromptEncoder) -> None:
     """
     if encode.how.too_long != "refuse" or "name" not in cfg.task or cfg.task.name != "jsonl":
         return
-    data = load_data(cfg)
+    data = load_data(cfg, tell=False)  # the driver has told
     for problem in heapq.nlargest(LONGEST, (*data.eval, *data.train), key=lambda problem: len(problem.prompt)):
         prompt = _prompt(problem, f"a problem of {cfg.task.path}", 0, 1)
         found = encode(prompt)
         if found.problem:
             raise refusal(prompt, found)
-
-
-def _distinct(problems: Iterable[Problem], seed: int) -> list[Problem]:
-    """The first problem of each prompt text, in the order of a seeded hash of the text."""
-    distinct: dict[str, Problem] = {}
-    for problem in problems:
-        distinct.setdefault(problem.prompt, problem)
-    return sorted(distinct.values(), key=lambda problem: _rank(seed, problem.prompt))
 
 
 def _check_messages(data: PromptData) -> None:

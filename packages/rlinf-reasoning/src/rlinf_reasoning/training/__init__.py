@@ -8,11 +8,13 @@ from rlinf_reasoning.training.backend import accumulate, forward_rows, load_trai
 from rlinf_reasoning.training.critic import ValueUpdate, add_values
 from rlinf_reasoning.training.policy import PolicyUpdate
 from rlinf_reasoning.training.reference import Reference, add_kl
+from rlinf_reasoning.training.report import Silence
 from rlinf_reasoning.training.warm_start import WarmStart
 
 __all__ = [
     "PolicyUpdate",
     "Reference",
+    "Silence",
     "ValueUpdate",
     "WarmStart",
     "accumulate",

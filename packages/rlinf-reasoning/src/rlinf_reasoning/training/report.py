@@ -53,6 +53,31 @@ def group_metrics(rewards: Mapping[str, float], signal: Mapping[str, bool]) -> d
     return metrics
 
 
+class Silence:
+    """Says when a step's rewards teach nothing: in the first such step, and when ``HOLDS`` come in a row."""
+
+    HOLDS = 5
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._told = 0
+
+    def word(self, step: str, metrics: Mapping[str, float]) -> str:
+        """What is to be said of the step named ``step`` with these metrics (``finish``); mostly nothing."""
+        if metrics.get("groups/without_signal") != 1.0 or "reward/mean" not in metrics:
+            self._in_a_row = 0
+            return ""
+        self._in_a_row += 1
+        if self._told >= 2 or (self._told == 1 and self._in_a_row != self.HOLDS):
+            return ""
+        self._told += 1
+        when = f"in step {step}" if self._told == 1 else f"in {self._in_a_row} steps in a row, last {step}"
+        return (
+            f"{when} all rewards of every group were equal ({metrics['reward/mean']:.3g} on average), so that nothing "
+            "was learned from them; samples.jsonl has the answers"
+        )
+
+
 def engine_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """How far the rollout engine's log-probs are from the trainer's before the update.
 

@@ -46,6 +46,7 @@ class Actor(Worker):
         self._update: Any = None
         self._reference: Any = None
         self._version = 0
+        self._silence = training.Silence()
 
     def teardown(self) -> None:
         if self._reference is not None:
@@ -96,6 +97,10 @@ class Actor(Worker):
         except NonFiniteError as error:
             path = save_failed(self.run_dir, self.step, f"rank{self.rank}", update.samples)
             raise NonFiniteError(f"{error}; its samples are in {path}") from error
+        # With a critic, answers that all have the same reward teach too.
+        by_group = self.cfg.algorithm.advantage != "gae"
+        if self.rank == 0 and by_group and (text := self._silence.word(self.step, metrics)):
+            self.log.warning(text)
         return metrics
 
     @task

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlinf_core.errors import MissingExtraError
+from rlinf_core.registry import install_command
 
 # The modules that allocate on, or wait for, the current CUDA device in what this backend runs.
 _ON_CURRENT_DEVICE = (
@@ -44,8 +45,8 @@ def import_megatron() -> None:
                 importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(
-            f"trainer 'megatron' of rlinf-engines needs megatron-core, which does not load here ({error}): "
-            "pip install 'rlinf-engines[megatron]'"
+            f"trainer 'megatron' of rlinf-engines needs megatron-core, which does not load here ({error}); "
+            f"install it with: {install_command('rlinf-engines[megatron]')}"
         ) from error
     finally:
         torch.compile = compile_

@@ -41,6 +41,7 @@ class MegatronTrainer(TrainerBase):
         "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing=true, or raise trainer.tp or trainer.pp"
     )
 
+    requires = ("megatron.core", "transformers", "tokenizers", "safetensors")
     any_network = False
 
     def __init__(self, cfg: Any) -> None:
