@@ -111,7 +111,7 @@ def one_rollout(name: str, stages: int, steps: int, threads: bool) -> dict[str, 
     more += ["cluster.debug=true"] if threads else []
     folder, _ = run_recipe(recipe, *overrides, *more, "loggers=[jsonl]")
     found = rows(folder, "train")[1:]
-    rollout = [row["rollout/env_steps"] / row["env_steps_per_s"] for row in found]
+    rollout = [row["rollout/env_steps"] / row["rollout/env_steps_per_s"] for row in found]
     turns = int(next(o.split("=")[1] for o in overrides if o.startswith("rollout_steps=")))
     return {
         "rollout": statistics.median(rollout),

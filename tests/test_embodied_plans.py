@@ -40,6 +40,7 @@ TIMES = (
     "rollout/stepping_s",
     "rollout/waiting_s",
     "rollout/inference_s",
+    "rollout/env_steps_per_s",
     "env_steps_per_s",
 )
 

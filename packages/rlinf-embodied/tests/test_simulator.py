@@ -90,7 +90,9 @@ def test_the_report_counts_steps(failing: Any, tmp_path: Path) -> None:
     made = make(config(), tmp_path)
     report, found, observations = rollout(made, chunk=2)
     assert report["rollout/env_steps"] == sum(t.arrays["mask"].sum() for t in found) <= 48
-    assert report["episodes/dropped"] == 0 and report["rollout/stepping_s"] > 0 and report["env_steps_per_s"] > 0
+    assert (
+        report["episodes/dropped"] == 0 and report["rollout/stepping_s"] > 0 and report["rollout/env_steps_per_s"] > 0
+    )
     assert [q.place for q in observations[:4]] == [(0, 0), (0, 1), (0, 0), (0, 1)]
 
 

@@ -31,6 +31,8 @@ from rlinf_core.resume import Resumed
 from rlinf_core.runtime import CallState, Runtime
 
 ACCOUNT_TIMEOUT_S = 60.0
+RATES = {"tokens_per_s": "response/tokens", "env_steps_per_s": "rollout/env_steps"}
+"""Metrics of a whole step's rate, and what they count."""
 
 
 class Handle:
@@ -251,8 +253,9 @@ class LiveStep(Step):
         self._runtime.send(ev.CloseStep(self.full_name))
         end = time.time()
         self.metrics = {**self._merge_reports(), **self._timings(end)}
-        if "response/tokens" in self.metrics:
-            self.metrics["tokens_per_s"] = self.metrics["response/tokens"] / self.metrics["time/step_s"]
+        for rate, count in RATES.items():
+            if count in self.metrics:
+                self.metrics[rate] = self.metrics[count] / self.metrics["time/step_s"]
         if account.dropped:
             self.metrics["samples/dropped"] = float(len(account.dropped))
         self._live.listener.step_done(self, account.dropped)

@@ -38,7 +38,7 @@ from rlinf_core.runtime import CallState, Runtime
 Observer = Callable[[CallState, list[CallResult]], None]
 TRAIN = "train"
 """The phase whose steps count as training steps (the default of ``flow.steps``)."""
-_HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s")
+_HIDDEN = ("time/", "wait/", "device/", "train/", "tokens_per_s", "env_steps_per_s")
 
 
 class RunListener:

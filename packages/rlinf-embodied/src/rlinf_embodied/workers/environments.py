@@ -112,7 +112,7 @@ class Environments(Worker):
         steps = float(sum(block.made for block in self.blocks))
         return {
             "rollout/env_steps": steps,
-            "env_steps_per_s": steps / (time.perf_counter() - began),
+            "rollout/env_steps_per_s": steps / (time.perf_counter() - began),
             "episodes/dropped": float(len(dropped)),
             "rollout/stepping_s": stepping / self.world_size,
             "rollout/waiting_s": waiting / self.world_size,

@@ -29,9 +29,9 @@ class Simulator(Environments):
     ) -> dict[str, float]:
         """Make ``cfg.rollout_steps`` steps in every environment; one trajectory for each slot.
 
-        Returns, to be reported with ``reduce="sum"``: ``rollout/env_steps``, ``episodes/dropped``, ``env_steps_per_s``
-        while rolling out, and seconds of an average rank, ``rollout/stepping_s`` and ``rollout/waiting_s`` (for
-        actions).
+        Returns, to be reported with ``reduce="sum"``: ``rollout/env_steps``, ``episodes/dropped``,
+        ``rollout/env_steps_per_s``, and seconds of an average rank, ``rollout/stepping_s`` and ``rollout/waiting_s``
+        (for actions).
         """
         return self._roll(slots, OverChannels(observations, actions), trajectories)
 
