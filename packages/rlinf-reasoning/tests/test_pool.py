@@ -130,6 +130,25 @@ def test_what_raises_out_of_the_way_fails_its_item_only(functions: str, text: st
     assert good.value == 1.0 and pool.replaced == 0
 
 
+def test_a_fault_within_a_bundle_is_its_item_s_alone(functions: str) -> None:
+    texts = ["a", "b"] * 40
+    for place, text in ((11, "kill"), (30, "hang"), (31, "exit"), (79, "kill"), (50, "raise")):
+        texts[place] = text
+    with RewardPool(functions, timeout_s=0.5, processes=2) as pool:
+        for _ in range(12):  # quick ones, so that many are sent together
+            assert all(s.value is not None for s in pool.score(items(*["a", "b"] * 40)))
+        assert pool._item_s < 0.001
+        found = pool.score(items(*texts))
+    bad = {place: score.error for place, score in enumerate(found) if score.value is None}
+    assert sorted(bad) == [11, 30, 31, 50, 79]
+    assert "SIGKILL" in bad[11] and "SIGKILL" in bad[79] and "code 7" in bad[31] and "KeyError" in bad[50]
+    assert "longer than 0.5 s" in bad[30]
+    assert [s.value for k, s in enumerate(found) if k not in bad] == [
+        float(t == "a") for k, t in enumerate(texts) if k not in bad
+    ]
+    assert pool.replaced == 4
+
+
 def test_a_fork_that_returns_does_not_answer(functions: str) -> None:
     with RewardPool(functions, timeout_s=30) as pool:
         assert [s.value for s in pool.score(items("fork", "a", "fork", "b"))] == [1.0, 1.0, 1.0, 0.0]

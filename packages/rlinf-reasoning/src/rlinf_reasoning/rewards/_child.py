@@ -1,4 +1,4 @@
-"""One process of the reward pool: loads a function, scores items one by one. Started by path, imports little.
+"""One process of the reward pool: loads a function, scores bundles of items. Started by path, imports little.
 
 It must end with its parent even when the function never returns to Python (a huge integer power holds the interpreter
 lock, so no thread runs). Hence the operating system does it: the socket to the parent is put in asynchronous mode,
@@ -13,14 +13,37 @@ import contextlib
 import fcntl
 import importlib
 import math
+import mmap
 import os
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
+import time
 import traceback
 from typing import Any
+
+
+class Cell:
+    """Which item of its bundle a process is at, and since when (``time.monotonic``, one clock for all processes).
+
+    In memory that the pool has too, so that it can be read of a process that answers no more. The time is written
+    first: whoever reads in between takes an item for younger than it is, never for older.
+    """
+
+    SIZE = 16
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, self.SIZE)
+
+    def begin(self, place: int) -> None:
+        struct.pack_into("<d", self._memory, 8, time.monotonic())
+        struct.pack_into("<q", self._memory, 0, place)
+
+    def read(self) -> tuple[int, float]:
+        return struct.unpack_from("<q", self._memory, 0)[0], struct.unpack_from("<d", self._memory, 8)[0]
 
 
 def end_with_parent(lifeline: socket.socket) -> None:
@@ -94,12 +117,14 @@ def refused(number: float) -> str:
     return ""
 
 
-def main(work_fd: int, lifeline_fd: int) -> None:
+def main(work_fd: int, lifeline_fd: int, cell_fd: int) -> None:
     from multiprocessing.connection import Connection
 
     own = os.getpid()
     for fd in (work_fd, lifeline_fd):
         os.set_inheritable(fd, False)
+    cell = Cell(cell_fd)
+    os.close(cell_fd)
     lifeline = socket.socket(fileno=lifeline_fd)
     end_with_parent(lifeline)
     os.dup2(2, 1)  # what the function prints must not look like results
@@ -118,11 +143,14 @@ def main(work_fd: int, lifeline_fd: int) -> None:
             return
         connection.send(("ready", ""))
         while True:
-            result = score(function, connection.recv())
-            if os.getpid() != own:  # the function has forked, and the fork came back: the answer is not its to give
-                os._exit(0)
-            connection.send(result)
+            results = []
+            for place, item in enumerate(connection.recv()):
+                cell.begin(place)
+                results.append(score(function, item))
+                if os.getpid() != own:  # the function has forked, and the fork came back: the answer is not its to give
+                    os._exit(0)
+            connection.send(results)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

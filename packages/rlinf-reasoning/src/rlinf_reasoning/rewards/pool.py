@@ -6,26 +6,20 @@ Needs no signal and no main thread in the caller: it works from any thread and f
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any
 
 from rlinf_core.errors import ConfigError, RLinfError
+from rlinf_reasoning.rewards.process import RewardProcess
 
-CHILD = Path(__file__).with_name("_child.py")
-MARK = "RLINF_REWARD_PROCESS"
-"""Environment variable by which everything that a process of the pool has started is found again."""
+BUNDLE_S = 0.005
+"""Items of about so many seconds are sent together: when their process ends, those that were done are scored again."""
+MOST_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,84 +37,6 @@ class Score:
 
     value: float | None
     error: str = ""
-
-
-class _Process:
-    """One child with its connection and its lifeline (closing the lifeline ends the child)."""
-
-    def __init__(self, target: str, options: Mapping[str, Any], memory_mb: int) -> None:
-        ours, theirs = socket.socketpair()
-        self.lifeline, lifeline = socket.socketpair()
-        self._mark = uuid.uuid4().hex
-        try:
-            fds = (theirs.fileno(), lifeline.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), *map(str, fds)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the caller's to handle; and the kill reaches its children
-                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark},
-            )
-        finally:
-            theirs.close()
-            lifeline.close()
-        # Tells of the end of the process itself, where the connection would also wait for what it has forked.
-        self.exit_fd = os.pidfd_open(self.process.pid)
-        self.connection: Connection[Any, Any] = Connection(ours.detach())
-        self.connection.send((target, dict(options), sys.path, memory_mb << 20))
-        self.ready = False
-        self.mute = False
-        """Its end of the connection is closed: only its exit can be waited for."""
-        self.item: int | None = None
-        self.deadline = 0.0
-
-    def exited(self) -> bool:
-        """Whether it has ended. It is not reaped, so that its id, and its group's, cannot mean another one yet."""
-        if self.process.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def end(self) -> None:
-        """Kill the process and what it has started, and reap it. May be called twice."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            rounds = 0
-            while _kill_marked(self._mark) and rounds < 10:  # again: one may have forked meanwhile
-                rounds += 1
-            self.process.wait()
-            os.close(self.exit_fd)
-        self.connection.close()
-        self.lifeline.close()
-
-    def exit_text(self) -> str:
-        """How it ended, once ``end`` has reaped it."""
-        code = self.process.wait()
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-
-
-def _kill_marked(mark: str) -> int:
-    """Kill all processes that carry the mark, also those in sessions of their own; how many there were."""
-    wanted = f"{MARK}={mark}".encode()
-    killed = 0
-    for entry in os.listdir("/proc"):
-        if not entry.isdecimal():
-            continue
-        # The descriptor is opened before the check: the id cannot pass to another process in between.
-        with contextlib.suppress(OSError):
-            fd = os.pidfd_open(int(entry))
-            try:
-                if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-                    killed += 1
-            finally:
-                os.close(fd)
-    return killed
 
 
 class RewardPool:
@@ -155,11 +71,12 @@ class RewardPool:
         self.target = target
         self._options = dict(options or {})
         self.timeout_s = timeout_s
+        self._item_s = BUNDLE_S
         self._memory_mb = memory_mb
         self._start_timeout_s = start_timeout_s
         self._count = processes
         self._lock = threading.Lock()
-        self._processes: list[_Process] = []
+        self._processes: list[RewardProcess] = []
         self._closed = False
         self.replaced = 0
 
@@ -197,7 +114,7 @@ class RewardPool:
             scores: dict[int, Score] = {}
             while len(scores) < len(items):
                 for place, process in enumerate(self._processes):
-                    if not process.ready or process.item is not None or not queue:
+                    if process.waited_for or not queue:
                         continue
                     if process.exited():  # after its last answer: not the next item's fault
                         self._replace(place)
@@ -228,24 +145,28 @@ class RewardPool:
         self._processes[place] = self._new()
         self.replaced += 1
 
-    def _new(self) -> _Process:
-        process = _Process(self.target, self._options, self._memory_mb)
-        process.deadline = time.monotonic() + self._start_timeout_s
-        return process
+    def _new(self) -> RewardProcess:
+        return RewardProcess(self.target, self._options, self._memory_mb)
 
-    def _assign(self, process: _Process, queue: deque[int], items: Sequence[RewardItem]) -> None:
-        index = queue.popleft()
-        item = items[index]
-        process.item = index
-        process.deadline = time.monotonic() + self.timeout_s
+    def _assign(self, process: RewardProcess, queue: deque[int], items: Sequence[RewardItem]) -> None:
+        share = -(-len(queue) // self._count)
+        together = max(1, min(share, MOST_TOGETHER, int(BUNDLE_S / self._item_s)))
+        process.items = [queue.popleft() for _ in range(together)]
+        process.since = time.monotonic()
+        process.cell.begin(-1)  # not the last bundle's place
+        bundle = [(items[i].text, items[i].answer, dict(items[i].fields)) for i in process.items]
         # A process that died while idle is noticed by the wait that follows.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            process.connection.send((item.text, item.answer, dict(item.fields)))
+            process.connection.send(bundle)
 
-    def _wait(self, processes: Sequence[_Process], queue: deque[int], scores: dict[int, Score]) -> None:
+    def _deadline(self, process: RewardProcess) -> float:
+        """When it has to have answered, or be at the next item."""
+        return process.at()[1] + self.timeout_s if process.ready else process.since + self._start_timeout_s
+
+    def _wait(self, processes: Sequence[RewardProcess], queue: deque[int], scores: dict[int, Score]) -> None:
         """Wait for the next answer, end or deadline among ``processes`` and deal with it."""
-        busy = [p for p in processes if p.item is not None or not p.ready]
-        left = min(p.deadline for p in busy) - time.monotonic()
+        busy = [p for p in processes if p.waited_for]
+        left = min(map(self._deadline, busy)) - time.monotonic()
         handles: list[Any] = [p.exit_fd for p in busy]
         handles += [p.connection for p in busy if not p.mute]
         found = set(wait(handles, timeout=max(0.0, left)))
@@ -253,16 +174,15 @@ class RewardPool:
             if process.connection in found:
                 self._hear(process, scores)
         for process in busy:
-            waiting = process.item is not None or not process.ready
-            if process.exit_fd in found and waiting and process in self._processes:
-                self._lost(process, "", scores)
-        now = time.monotonic()
+            if process.exit_fd in found and process.waited_for and process in self._processes:
+                self._lost(process, None, queue, scores)
         for process in busy:
-            waited_for = process in self._processes and (process.item is not None or not process.ready)
-            if waited_for and now >= process.deadline:
-                self._lost(process, f"took longer than {self.timeout_s:g} s (reward.timeout_s)", scores)
+            if process in self._processes and process.waited_for:
+                place = process.at()[0]
+                if time.monotonic() >= self._deadline(process):
+                    self._lost(process, place, queue, scores)
 
-    def _hear(self, process: _Process, scores: dict[int, Score]) -> None:
+    def _hear(self, process: RewardProcess, scores: dict[int, Score]) -> None:
         """Take one message of a process."""
         try:
             answer = process.connection.recv()
@@ -270,22 +190,29 @@ class RewardPool:
             process.mute = True
             return
         if process.ready:
-            assert process.item is not None
-            scores[process.item] = Score(*answer)
-            process.item = None
+            assert len(answer) == len(process.items), "an answer for each item"
+            each = (time.monotonic() - process.since) / len(answer)
+            self._item_s = max(1e-6, (self._item_s + each) / 2)
+            scores.update((item, Score(*one)) for item, one in zip(process.items, answer, strict=True))
+            process.items = []
         elif answer[0] == "ready":
             process.ready = True
         else:
             self._fail(f"reward function {self.target!r} cannot be loaded:\n{answer[1].rstrip()}")
 
-    def _lost(self, process: _Process, reason: str, scores: dict[int, Score]) -> None:
-        """Deal with a process that has ended (no ``reason``) or must end."""
+    def _lost(self, process: RewardProcess, late: int | None, queue: deque[int], scores: dict[int, Score]) -> None:
+        """Deal with a process that has ended, or must end since it is ``late`` with the item at that place. Whatever
+        else it had to score is scored by others."""
         process.end()
-        reason = reason or f"its process {process.exit_text()}"
+        limit, key = (self.timeout_s, "reward.timeout_s") if process.ready else (self._start_timeout_s, "to start")
+        reason = f"its process {process.exit_text()}" if late is None else f"took longer than {limit:g} s ({key})"
         if not process.ready:
             self._fail(f"a process for reward function {self.target!r} did not get ready: {reason}")
-        assert process.item is not None
-        scores[process.item] = Score(None, reason)
+        place = process.at()[0]  # it has ended: this changes no more
+        if late in (None, place):
+            scores[process.items.pop(place)] = Score(None, reason)
+        queue.extendleft(reversed(process.items))
+        self._item_s = BUNDLE_S  # carefully again
         self._replace(self._processes.index(process))
 
     def _fail(self, message: str) -> None:
