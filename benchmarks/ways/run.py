@@ -142,10 +142,10 @@ def _figures(contender: Contender, case: Case, number: int, sample: Sample, trip
 def round_trips(contender: Contender, case: Case, seconds: float) -> list[float]:
     if not contender.round_trips or case.nbytes > TRIPS_CASES_BYTES or seconds <= 0:
         return []
-    found = contender.pingpong(case, 5)
+    contender.pingpong(case, 5)
     until = time.perf_counter() + seconds
-    found = found[5:]
-    while time.perf_counter() < until:
+    found: list[float] = []
+    while not found or time.perf_counter() < until:  # some, also where the time is over before the first
         found += contender.pingpong(case, 50)
     return found
 
