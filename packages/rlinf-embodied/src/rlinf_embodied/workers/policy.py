@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
-from rlinf_core import In, Out, Worker, task
+from rlinf_core import In, Out, task
 from rlinf_embodied.data import Answered, Asked
-from rlinf_embodied.workers.replica import Replica
-
-if TYPE_CHECKING:
-    import torch
+from rlinf_embodied.workers.holder import HoldsReplica
 
 
-class PolicyWorker(Worker):
+class PolicyWorker(HoldsReplica):
     """Answers blocks of observations with the policy that ``cfg.model.name`` names, block by block.
 
     Blocks are never merged: what a block is answered depends on it alone, so that neither timing nor the number of
     ranks changes a number. Reads ``cfg.model``. ``begin`` builds the policy, once the environment has been described.
     """
-
-    def setup(self) -> None:
-        import torch  # noqa: F401  (takes seconds: here, where every group takes them)
-
-        self.replica: Replica | None = None
-
-    def onload(self) -> None:
-        if self.replica is not None:
-            self.replica.onload()
-
-    def offload(self) -> None:
-        if self.replica is not None:
-            self.replica.offload()
-
-    @task
-    def begin(self) -> None:
-        """Build the policy for the environments that the simulators have described; see ``Simulator.describe``."""
-        with self.on_device():
-            self.replica = Replica(self.cfg, self.run_dir, self.seed, self.parallel.device)
 
     @task
     def act(self, observations: In[Asked], actions: Out[Answered]) -> dict[str, float]:
@@ -60,12 +36,5 @@ class PolicyWorker(Worker):
                 actions.put(answer, key=asked.place, weight=len(asked.keys))
         return {"rollout/inference_s": spent / self.world_size}
 
-    def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._there().install(version, weights)
-
     def _answer(self, asked: Asked) -> Answered:
         return self._there().answer(asked, self.step)
-
-    def _there(self) -> Replica:
-        assert self.replica is not None, "begin() precedes"
-        return self.replica

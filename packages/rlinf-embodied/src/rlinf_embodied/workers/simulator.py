@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
 from rlinf_core import In, Out, Trajectory, task
 from rlinf_embodied.data import Answered, Asked, Finished, Slot
 from rlinf_embodied.workers.environments import Environments
 from rlinf_embodied.workers.exchange import Local, OverChannels
-from rlinf_embodied.workers.replica import Replica
-
-if TYPE_CHECKING:
-    import torch
+from rlinf_embodied.workers.holder import HoldsReplica
 
 
 class Simulator(Environments):
@@ -43,31 +37,11 @@ class Simulator(Environments):
         return self._play(slots, OverChannels(observations, actions), episodes)
 
 
-class ActingSimulator(Environments):
+class ActingSimulator(HoldsReplica, Environments):
     """Steps environments as a replica of the policy in its own process decides (``inference=local``).
 
     Every rank has a replica, which is built in ``begin`` and gets the trainer's weights. Reads ``cfg.model`` besides.
     """
-
-    def setup(self) -> None:
-        import torch  # noqa: F401  (takes seconds: here, where every group takes them)
-
-        super().setup()
-        self.replica: Replica | None = None
-
-    def onload(self) -> None:
-        if self.replica is not None:
-            self.replica.onload()
-
-    def offload(self) -> None:
-        if self.replica is not None:
-            self.replica.offload()
-
-    @task
-    def begin(self) -> None:
-        """Build the policy for the environments that have been described; see ``describe``."""
-        with self.on_device():
-            self.replica = Replica(self.cfg, self.run_dir, self.seed, self.parallel.device)
 
     @task
     def rollout(self, slots: In[Slot], trajectories: Out[Trajectory]) -> dict[str, float]:
@@ -81,10 +55,3 @@ class ActingSimulator(Environments):
     def evaluate(self, slots: In[Slot], episodes: Out[Finished]) -> dict[str, float]:
         """As ``Simulator.evaluate``."""
         return self._play(slots, Local(self._there(), self.step), episodes)
-
-    def install_weights(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._there().install(version, weights)
-
-    def _there(self) -> Replica:
-        assert self.replica is not None, "begin() precedes"
-        return self.replica
