@@ -44,6 +44,7 @@ TRAINER = SimpleNamespace(
     min_lr_ratio=0.0,
     micro_batch_tokens=8192,
     activation_checkpointing=False,
+    share_prompts=True,
     sharding="ddp",
 )
 ENGINES = {

@@ -120,8 +120,8 @@ def test_plans_fill_buckets_and_leave_equal_lengths_alone() -> None:
 def test_a_plan_is_made_once_for_a_batch_and_forgotten_with_it() -> None:
     lengths = cu_of([3, 2])
     count = len(attention._PLANS)
-    first = attention._plan_of(lengths)
-    assert attention._plan_of(lengths) is first
+    first = attention._plan_of(lengths, None)
+    assert attention._plan_of(lengths, None) is first
     assert len(attention._PLANS) == count + 1
     del lengths
     assert len(attention._PLANS) == count

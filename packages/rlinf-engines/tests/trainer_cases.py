@@ -56,6 +56,7 @@ def trainer_config(name: str = "torch", **keys: Any) -> Any:
         "min_lr_ratio": 0.0,
         "micro_batch_tokens": 1024,
         "activation_checkpointing": False,
+        "share_prompts": True,
     }
     if name == "torch":
         common["sharding"] = "ddp"
@@ -75,8 +76,9 @@ class Row:
 
 
 def make_rows(count: int = 8, step: int = 0) -> list[Row]:
-    """Random rows of different lengths, from 2 tokens (the shortest there can be) to 20."""
-    generator = torch.Generator().manual_seed(1000 + step)
+    """Random rows of different lengths, from 2 tokens (the shortest there can be) to 20. Those of places 2 and 3, 5 and
+    6, and so on have a prompt in common, as responses of a group have."""
+    generator = torch.Generator().manual_seed(3000 + step)
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -85,6 +87,9 @@ def make_rows(count: int = 8, step: int = 0) -> list[Row]:
     for i in range(count):
         prompt, response = (1, 1) if i == 1 else (number(1, 8), number(1, 12))
         ids = torch.randint(2, VOCABULARY, (prompt + response,), generator=generator).tolist()
+        if i % 3 == 0 and i:
+            ids = rows[-1].prompt + ids[prompt:]
+            prompt = len(rows[-1].prompt)
         noise = torch.randn(2 * response, generator=generator, dtype=torch.float64)
         old = (-math.log(VOCABULARY) + 0.3 * noise[:response]).tolist()
         advantage = float(torch.randn((), generator=generator, dtype=torch.float64))

@@ -43,6 +43,8 @@ __all__ = [
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 INIT_STD = 0.02
+ALIGNMENT = 64
+"""Bytes, of the memory that torch allocates on a CPU."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -67,12 +69,18 @@ def load_model(model: Any, seed: int, dtype: torch.dtype | None = None, role: st
         _new_score(network, seed)
     # Parameters only: rotary frequencies are buffers and stay as exact as they were made.
     for parameter in network.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = _aligned(parameter.data.to(dtype))
         parameter.requires_grad_(False)
     network.config.dtype = dtype
     if dtype == torch.float64:
         _norms_in_float64(network)
     return network.eval()
+
+
+def _aligned(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` where torch would place it. In a mapped file it may lie anywhere, and that can decide in which order a
+    matrix product adds: an export would not give the numbers of the model that wrote it."""
+    return weight.clone() if weight.data_ptr() % ALIGNMENT else weight
 
 
 def load_tokenizer(model: Any) -> Any:

@@ -32,6 +32,10 @@ class TrainerConfig:
         False, "keep each block's input only and compute the block again in the backward: less memory, a third slower"
     )
 
+    share_prompts: bool = key(
+        True, "compute a prompt that several responses of a micro-batch follow once: the same result, less work"
+    )
+
     def validate(self, root: Any) -> list[str]:
         problems = plugin("rlinf.trainers", self.name, "trainer.name")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):

@@ -6,7 +6,8 @@ as far as the longest of them, and go through torch's scaled dot product attenti
 not transformers.
 
 Shape legend: N tokens of all sequences, S sequences, H query heads, G key-value heads (dividing H), D head size; b
-sequences of one bucket, L tokens of the longest of them, P = sum of b * L over buckets.
+sequences of one bucket, L tokens of the longest of them, P = sum of b * L over buckets. Where sequences share tokens
+(``sharing.py``), N counts a shared token once and T, the tokens of all sequences laid end to end, once for each.
 """
 
 from __future__ import annotations
@@ -40,17 +41,20 @@ def packed_attention(
     scale: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
+    shared: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v within each sequence, every token seeing itself and those before it: [N, H, D].
 
     Args:
         q, k, v: [N, H, D], [N, G, D], [N, G, D] of one number format; head h reads key-value head h * G // H.
-        cu_seqlens: int32 [S + 1], where each sequence begins, and N; none may be empty. Tensors are recognised by
-            identity: do not change one in place.
+        cu_seqlens: int32 [S + 1], where each sequence begins, and N (with ``shared`` T); none may be empty. Tensors are
+            recognised by identity: do not change one in place.
         max_len: tokens of the longest sequence.
         scale: factor of the scores; ``None``: 1 / sqrt(D).
         sliding_window: how many tokens, itself included, a token sees; ``None``: all.
         dropout: probability with which an attention weight is dropped.
+        shared: int64 [T], which of the N tokens is at each place of the sequences, every one somewhere. A token must
+            have the same ones before it in each of its sequences. ``None``: N = T, each in its place.
     """
     if sliding_window is not None and sliding_window >= max_len:
         sliding_window = None
@@ -58,10 +62,17 @@ def packed_attention(
         # Rotary embeddings leave queries and keys in float32.
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if dropout == 0.0 and q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256:
-        return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)
-    plan = _plan_of(cu_seqlens)
+        if shared is None:
+            return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)
+        q, k, v = (_copies(x, shared) for x in (q, k, v))
+        return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)[_plan_of(cu_seqlens, shared).first]
+    plan = _plan_of(cu_seqlens, shared)
     if plan.places is not None:
-        q, k, v = (_Spread.apply(x, plan.places, plan.slots) for x in (q, k, v))
+        q = _Spread.apply(q, plan.places, plan.slots)
+        if shared is None:
+            k, v = (_Spread.apply(x, plan.places, plan.slots) for x in (k, v))
+        else:
+            k, v = (_copies(x, plan.places) for x in (k, v))
     parts = []
     start = 0
     for count, length in plan.buckets:
@@ -89,6 +100,7 @@ def packed_inputs(batch: Batch) -> dict[str, Any]:
         "cu_seq_lens_k": cu,
         "max_length_q": longest,
         "max_length_k": longest,
+        **({"shared_tokens": batch["shared"]} if "shared" in batch else {}),
     }
 
 
@@ -165,6 +177,7 @@ def _hugging_face_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    shared_tokens: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: [1, H, N, D], [1, G, N, D] twice -> [1, N, H, D]."""
@@ -187,6 +200,7 @@ def _hugging_face_attention(
         scale=scaling,
         sliding_window=sliding_window,
         dropout=dropout if module.training else 0.0,
+        shared=shared_tokens,
     )
     return out.unsqueeze(0), None
 
@@ -196,31 +210,48 @@ class Plan:
     """How packed tokens become buckets.
 
     ``buckets``: (b, L) of each. ``places`` int64 [P]: the token in each slot of the buckets (any, in slots of padding);
-    ``slots`` int64 [N]: the slot of each token. Both ``None`` where tokens lie as they should.
+    ``slots`` int64 [N]: the slot of each token, of a shared one the first sequence's. Both ``None`` where tokens lie as
+    they should. ``first`` int64 [N], where tokens are shared: the first place of each in the sequences.
     """
 
     buckets: list[tuple[int, int]]
     places: Tensor | None
     slots: Tensor | None
+    first: Tensor | None = None
 
 
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _plan_of(cu_seqlens: Tensor) -> Plan:
+def _plan_of(cu_seqlens: Tensor, shared: Tensor | None) -> Plan:
     """The plan of these sequences, made once for all layers of all passes over a batch."""
     plan = _PLANS.get(cu_seqlens)
     if plan is None:
-        plan = _PLANS[cu_seqlens] = make_plan(cu_seqlens)
+        plan = _PLANS[cu_seqlens] = make_plan(cu_seqlens, shared)
     return plan
 
 
-def make_plan(cu_seqlens: Tensor) -> Plan:
+def make_plan(cu_seqlens: Tensor, shared: Tensor | None = None) -> Plan:
     """Buckets of sequences of similar lengths, longest first.
 
     A sequence joins the bucket of the next longer ones unless the padding that it brings (in query-key pairs) costs
-    more than a bucket of its own.
+    more than a bucket of its own. ``shared``: see ``packed_attention``.
     """
+    plan = _plan_of_lengths(cu_seqlens)
+    if shared is None:
+        return plan
+    total = int(cu_seqlens[-1])
+    if len(shared) != total:
+        raise ValueError(f"{len(shared)} shared tokens for sequences of {total}")
+    number = int(shared.max()) + 1
+    place = torch.arange(total, device=shared.device)
+    first = place.new_full((number,), total).scatter_reduce_(0, shared, place, "amin")
+    if plan.places is None or plan.slots is None:
+        return Plan(plan.buckets, shared, first, first)
+    return Plan(plan.buckets, shared[plan.places], plan.slots[first], first)
+
+
+def _plan_of_lengths(cu_seqlens: Tensor) -> Plan:
     starts = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(starts)]
     if not lengths or min(lengths) < 1:
@@ -266,6 +297,12 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors
         return grad.index_select(0, slots), None, None
+
+
+def _copies(tokens: Tensor, places: Tensor) -> Tensor:
+    """Tokens [N, ...] at ``places``, some several times. The gradients of copies are added in a fixed order, on a GPU
+    too, which those of indexing are not."""
+    return functional.embedding(places, tokens.flatten(1)).view(len(places), *tokens.shape[1:])
 
 
 class _Collect(torch.autograd.Function):

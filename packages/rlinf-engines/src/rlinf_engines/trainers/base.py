@@ -42,6 +42,7 @@ class TrainerBase:
         lockstep: whether every forward and backward is collective, so that ranks must run equally often.
         spec: what the network is and how it is run, where it is no causal LM.
         any_network: whether the backend trains such networks.
+        shares_prompts: whether prompts that a micro-batch has several times are computed once (see ``sharing``).
         memory_knobs: config keys that lower the use of memory, for messages.
     """
 
@@ -58,6 +59,7 @@ class TrainerBase:
         self.head: HeadFn | None = None
         self.spec: NetworkSpec | None = None
         self.role = "policy"
+        self.shares_prompts = False
         self.steps_done = 0
         self.parallel = ParallelInfo()
         self.replica = 0
@@ -209,7 +211,7 @@ class TrainerBase:
         with torch.no_grad():
             for batch, real in self._rounds(batches):
                 with self.memory_guard("forward"):
-                    outputs = self._outputs(self._to_device(batch))
+                    outputs = self._outputs(self._prepared(batch))
                 if real:
                     found.append(outputs)
         return found
@@ -226,7 +228,7 @@ class TrainerBase:
         sums: dict[str, float] = {}
         for batch, real in self._rounds(batches):
             with self.memory_guard("accumulate"):
-                batch = self._to_device(batch)
+                batch = self._prepared(batch)
                 outputs = self._outputs(batch)
                 if real:
                     loss, counted, metrics = loss_fn(outputs, batch)
@@ -501,6 +503,14 @@ class TrainerBase:
             yield batch, True
         for _ in range(rounds - len(batches)):
             yield self.filler(), False
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """A micro-batch as the model runs on it: on the device, a prompt that is there several times once."""
+        if self.shares_prompts:
+            from rlinf_engines.trainers.sharing import share_prompts
+
+            batch = share_prompts(batch)
+        return self._to_device(batch)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":

@@ -100,6 +100,7 @@ class DeepSpeedTrainer(TrainerBase):
         from rlinf_engines.trainers import deepspeed_runtime
         from rlinf_engines.trainers.attention import check_packing, use_packed_attention
         from rlinf_engines.trainers.network import build_network
+        from rlinf_engines.trainers.sharing import can_share
         from rlinf_engines.trainers.torch_trainer import checkpoint_activations
 
         if self._stage and self.dtype == torch.float64:
@@ -112,6 +113,7 @@ class DeepSpeedTrainer(TrainerBase):
             network = load_model(model, self._seed, master, role=role)
             use_packed_attention(network)
             check_packing(network)
+            self.shares_prompts = bool(self.cfg.share_prompts) and can_share(network)
             network.requires_grad_(True)
         else:
             network = build_network(self.spec, self._seed, master)

@@ -97,6 +97,7 @@ class TorchTrainer(TrainerBase):
         from rlinf_engines.trainers.attention import check_packing, use_packed_attention
         from rlinf_engines.trainers.flat import FlatState, is_small
         from rlinf_engines.trainers.network import build_network
+        from rlinf_engines.trainers.sharing import can_share
 
         if str(self.cfg.sharding) not in ("ddp", "fsdp2"):
             raise ConfigError(f"trainer.sharding: {self.cfg.sharding!r} is unknown; choose ddp or fsdp2")
@@ -111,6 +112,7 @@ class TorchTrainer(TrainerBase):
         if self.spec is None:
             use_packed_attention(network)
             check_packing(network)
+            self.shares_prompts = bool(self.cfg.share_prompts) and can_share(network)
         if self.cfg.activation_checkpointing:
             checkpoint_activations(network)
         if self.parallel.world_size > 1:

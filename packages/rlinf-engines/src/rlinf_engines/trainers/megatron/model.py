@@ -36,11 +36,12 @@ def uses_transformer_engine(device: torch.device) -> bool:
 
 @dataclass
 class Packed(PackedSeqParams):
-    """Where sequences begin, and the rotation of each token: ``cosine`` and ``sine`` [N', 1, D / 2] in the model's
-    number format, made once for all layers."""
+    """Where sequences begin, which tokens they share (see ``packed_attention``), and the rotation of each token:
+    ``cosine`` and ``sine`` [N', 1, D / 2] in the model's number format, made once for all layers."""
 
     cosine: Tensor | None = None
     sine: Tensor | None = None
+    shared: Tensor | None = None
 
 
 class PackedAttention(nn.Module):
@@ -66,7 +67,8 @@ class PackedAttention(nn.Module):
         assert cosine is not None and sine is not None
         cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-        return packed_attention(query, key, value, cu_seqlens, longest, scale=self.scale).flatten(1)
+        shared = packed_seq_params.shared
+        return packed_attention(query, key, value, cu_seqlens, longest, scale=self.scale, shared=shared).flatten(1)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -142,12 +144,15 @@ def packed_forward(model: GPTModel, batch: Batch, layout: Layout, *, sequence_pa
     """Run the stage on a packed micro-batch: [M, V / tp] logits (a critic's values [M, 1]) on the last stage, hidden
     states [N' or N' / tp, 1, H] before it, whose input the pipeline schedule has set."""
     ids, positions, cu_seqlens = batch["input_ids"], batch["position_ids"], batch["cu_seqlens"]
-    longest = int(batch["max_len"])
+    longest, shared = int(batch["max_len"]), batch.get("shared")
     if sequence_parallel and len(ids) % layout.tp:
         # Ranks share the tokens evenly: less than tp tokens of one more sequence, which nobody reads.
         more = layout.tp - len(ids) % layout.tp
+        column = torch.arange(more, device=positions.device)
+        if shared is not None:
+            shared = torch.cat([shared, len(ids) + column])
         ids = torch.cat([ids, ids.new_zeros(more)])
-        positions = torch.cat([positions, torch.arange(more, device=positions.device)])
+        positions = torch.cat([positions, column])
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + more])
         longest = max(longest, more)
     packed = Packed(
@@ -156,6 +161,7 @@ def packed_forward(model: GPTModel, batch: Batch, layout: Layout, *, sequence_pa
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        shared=shared,
     )
     if not uses_transformer_engine(ids.device):
         angles = positions[:, None, None].float() * model.inverse_frequencies  # float32, as Hugging Face has them

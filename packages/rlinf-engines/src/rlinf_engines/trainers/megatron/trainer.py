@@ -117,6 +117,8 @@ class MegatronTrainer(TrainerBase):
 
         layout, shape, critic = self._place(), self._shape, self.role == "critic"
         fused = models.uses_transformer_engine(self.device)
+        # Transformer Engine's attention wants each sequence's tokens as they lie.
+        self.shares_prompts = bool(self.cfg.share_prompts) and not fused
         config = transformer_config(
             shape,
             tp=layout.tp,
@@ -184,7 +186,7 @@ class MegatronTrainer(TrainerBase):
         self._check_loaded("forward")
         self._set_mode(train=False)
         with self.memory_guard("forward"):
-            return self._pipeline.forward([self._to_device(batch) for batch in batches])
+            return self._pipeline.forward([self._prepared(batch) for batch in batches])
 
     def accumulate(self, batches: Sequence[Batch], loss_fn: LossFn) -> tuple[float, float, dict[str, float]]:
         """Forward and backward of micro-batches through the pipeline; returns this replica's (loss sum, count, sums).
@@ -196,7 +198,7 @@ class MegatronTrainer(TrainerBase):
         self._set_mode(train=True)
         self._parameters.open_sums()
         with self.memory_guard("accumulate"):
-            sums = self._pipeline.backward([self._to_device(batch) for batch in batches], loss_fn)
+            sums = self._pipeline.backward([self._prepared(batch) for batch in batches], loss_fn)
         if sums.bad is not None:
             self._parameters.drop_sums()
             value, place = sums.bad
