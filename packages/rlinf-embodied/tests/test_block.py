@@ -147,6 +147,24 @@ def test_a_simulator_that_fails_costs_its_slot_alone() -> None:
     assert [t.id for t in after] == ["s0", "s1", "s2"] and not block.lost
 
 
+def test_an_episode_that_has_ended_is_not_lost_with_its_simulator() -> None:
+    """A process takes all its environments along, also those that are idle because their only episode is over."""
+    env = counting([0, 1])
+    step = env.step
+
+    def dies(actions: Any, active: Any = None) -> Any:
+        result = step(actions, active)
+        if active is not None and not active.all():
+            result.dropped |= {0: "its process was killed", 1: "its process was killed"}
+        return result
+
+    env.step = dies  # type: ignore[method-assign]
+    block = Block((0, 0), env)
+    _, found = roll(block, slots([0, 1], [7, 9]), 0, steps=6)  # one step, and three
+    assert [t.id for t in found] == ["s0"] and block.lost == {1: "its process was killed"}
+    assert [e.length for e in found[0].info["episodes"]] == [1]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_state_brings_a_block_back(stages: int) -> None:
     envs = [0, 1, 2, 3]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from channel_lists import Answers, Items, worker
-from counting_env import LIMIT, answer, counting
+from counting_env import LIMIT, Counter, CountingEnv, Settings, answer, counting
 
 from rlinf_core.config import Config
 from rlinf_core.errors import RLinfError
-from rlinf_embodied.envs import episode_seed
+from rlinf_embodied.envs import SimulatorError, episode_seed
 from rlinf_embodied.slots import evaluation_slots, training_slots
 from rlinf_embodied.specfile import read_spec
 from rlinf_embodied.workers import Simulator
@@ -202,6 +203,39 @@ def test_evaluation_goes_on_without_what_failed(failing: dict[int, int], tmp_pat
     report = made.evaluate(Items(slots), Answers(observations, answer), observations, episodes)
     assert report == {"episodes/dropped": 1.0} and len(episodes) == 6
     assert [(kind, ids) for kind, ids, _ in made._ctx.accounted] == [("drop", ("eval/00001",))]
+
+
+def test_an_idle_environment_is_lost_without_harm(
+    failing: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process takes all its environments along, also those for which no episode is left."""
+
+    class DiesAtTheEnd(CountingEnv):
+        def step(self, actions: Any, active: Any = None) -> Any:
+            result = super().step(actions, active)
+            if active is not None and not active.all():
+                result.dropped |= dict.fromkeys(range(self.num_envs), "its process was killed")
+            return result
+
+    monkeypatch.setattr(
+        module, "load_env", lambda cfg, indices, seed, what="": DiesAtTheEnd(Settings(max_restarts=9), indices, seed=3)
+    )
+    made = make(config(num_stages=1), tmp_path)
+    observations, episodes = Items(), Items()
+    report = made.evaluate(Items(evaluation_slots(made.cfg)), Answers(observations, answer), observations, episodes)
+    lost = {one for _, ids, _ in made._ctx.accounted for one in ids}
+    assert report["episodes/dropped"] == len(lost) > 0 and len(episodes) + len(lost) == 7
+    assert not lost & {one.id for one in episodes}
+
+
+def test_pictures_of_several_sizes(failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counter, "render", lambda self: np.zeros((20 + self.at, 20, 3), np.uint8))
+    made = make(config(eval={**EVAL, "videos": 7}), tmp_path)
+    observations = Items()
+    with pytest.raises(
+        SimulatorError, match=r"evaluation episode \d cannot be filmed: .* several sizes, \[20, 20\] and"
+    ):
+        made.evaluate(Items(evaluation_slots(made.cfg)), Answers(observations, answer), observations, Items())
 
 
 def test_evaluation_of_nothing(failing: Any, tmp_path: Path) -> None:

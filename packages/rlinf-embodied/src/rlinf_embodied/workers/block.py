@@ -166,8 +166,10 @@ class Block:
 
     def _drop(self, result: StepResult, active: NDArray[np.bool_]) -> None:
         """Simulators failed: their episodes count nowhere, and in this step nothing more is done in them if they were
-        to make one episode."""
+        to make one episode. Nothing is lost of environments that are idle, but share the process of one that failed."""
         for row, reason in result.dropped.items():
+            if not active[row]:
+                continue
             self.lost[row] = reason
             self.tracker.reset([row])
             active[row] = False

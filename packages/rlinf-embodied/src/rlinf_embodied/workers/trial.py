@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlinf_core.errors import RLinfError
 from rlinf_embodied.data import Answered, Asked, Finished, Place, Slot
 from rlinf_embodied.envs.base import VectorEnv
+from rlinf_embodied.envs.checks import SimulatorError
 from rlinf_embodied.episodes import EpisodeTracker
 from rlinf_embodied.workers.block import spread, take_rows
 
@@ -56,8 +57,8 @@ class Trial:
             self._film(np.flatnonzero(active))
             result = self.env.step(actions[:, c], None if active.all() else active)
             for row, why in result.dropped.items():
-                slot = self.slots[row]
-                assert slot is not None
+                if (slot := self.slots[row]) is None:
+                    continue  # idle: it went with the process that it shares
                 self._lost.append((slot, why))
                 self.slots[row], active[row] = None, False
                 self.tracker.reset([row])
@@ -66,10 +67,8 @@ class Trial:
             ):
                 slot = self.slots[episode.env]
                 assert slot is not None and slot.seed is not None
-                frames = self._frames[episode.env]
-                self._finished.append(
-                    Finished(slot.id, replace(episode, env=slot.env), slot.seed, np.stack(frames) if frames else None)
-                )
+                frames = film(self._frames[episode.env], f"evaluation episode {slot.env}")
+                self._finished.append(Finished(slot.id, replace(episode, env=slot.env), slot.seed, frames))
                 self.slots[episode.env] = None
             active &= ~(result.terminated | result.truncated)
             self.obs = result.obs
@@ -119,6 +118,17 @@ class Trial:
         if filmed:
             for row, picture in zip(filmed, self.env.render(filmed), strict=True):
                 self._frames[row].append(smaller(picture, self.cfg.video_size))
+
+
+def film(frames: list[NDArray[np.uint8]], who: str) -> NDArray[np.uint8] | None:
+    """The pictures of one episode as [T, H, W, 3]; ``None`` where none was made."""
+    if sizes := sorted({frame.shape[:2] for frame in frames}):
+        if len(sizes) > 1:
+            raise SimulatorError(
+                f"{who} cannot be filmed: its pictures are of several sizes, {list(sizes[0])} and {list(sizes[1])}"
+            )
+        return np.stack(frames)
+    return None
 
 
 def smaller(picture: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
