@@ -199,6 +199,19 @@ def test_lost_in_a_reset(make: Any) -> None:
     assert not push(env).dropped
 
 
+@pytest.mark.parametrize("fault", ["exit", "hang"])
+def test_lost_while_it_is_drawn(make: Any, tmp_path: Path, fault: str) -> None:
+    once = str(tmp_path / "once")
+    env = make(fault=fault, when="render", at=1, once=once, processes=2, step_timeout_s=1.0)
+    env.reset()
+    push(env)
+    assert [p.shape for p in env.render([1, 2])] == [(1, 1, 3), (8, 8, 3)]
+    assert env.restarts == 1
+    result = push(env)
+    assert set(result.dropped) == {0, 1} and result.obs["state"][:, 1].tolist() == [0.0, 0.0, 2.0, 2.0]
+    assert not push(env).dropped and [p.shape for p in env.render([1])] == [(8, 8, 3)]
+
+
 def test_chatter_does_not_hold_it_up(make: Any) -> None:
     env = make(fault="chatter", at=1)
     env.reset()

@@ -216,6 +216,33 @@ class Test_observations:
         with pytest.raises(ConfigError, match=r"environment 1: observation 'state' has shape \[1\]"):
             push(env)
 
+    @pytest.mark.parametrize(
+        ("state", "message"),
+        [
+            ([1.0, 2.0, 3.0], "1: observation 'state' is a list, not an array"),
+            (None, "1: observation 'state' is a NoneType, not an array"),
+            (np.array(["a", "b", "c"]), "1: observation 'state' is of type <U1"),
+        ],
+    )
+    def test_another_kind_in_a_later_reset(self, state: Any, message: str) -> None:
+        env = Strangers(_plain(gives={}, at=0), (0, 1), 0)
+        env.reset()
+        env.cfg["gives"]["state"] = state
+        with pytest.raises(ConfigError, match=message):
+            env.reset()
+
+    def test_another_kind_in_a_step(self) -> None:
+        env = Strangers(_plain(gives={"state": [1.0, 2.0, 3.0]}, at=1), (0, 1), 0)
+        env.reset()
+        with pytest.raises(ConfigError, match="1: observation 'state' is a list, not an array"):
+            push(env)
+
+    def test_an_observation_that_is_no_dict(self) -> None:
+        env = made()
+        env._envs[1].reset = lambda seed: np.zeros(3)  # type: ignore[method-assign, attr-defined]
+        with pytest.raises(ConfigError, match="environment 1: the observation is of type ndarray, not a dict by key"):
+            env.reset()
+
     def test_rewards_that_are_not_finite(self) -> None:
         env = made(fault="nan", at=2)
         env.reset()
@@ -392,6 +419,9 @@ class Test_arguments:
         assert [p.shape for p in env.render([1])] == [(8, 8, 3)]
         env._envs[0].render = lambda: np.zeros((8, 8), np.uint8)  # type: ignore[method-assign]
         with pytest.raises(SimulatorError, match=r"environment 0 is shown as \[8, 8\] of uint8"):
+            env.render([0])
+        env._envs[0].render = lambda: np.zeros((0, 8, 3), np.uint8)  # type: ignore[method-assign]
+        with pytest.raises(SimulatorError, match=r"environment 0 is shown as \[0, 8, 3\]"):
             env.render([0])
 
         def dark() -> Any:

@@ -39,11 +39,14 @@ class Counter:
         self.steps += 1
         gain = float(np.asarray(action).reshape(-1)[0])
         self.total += gain
-        self.misbehave()
+        if self.cfg.get("when") != "render":
+            self.misbehave()
         over = self.length is not None and self.steps >= self.length
         return self.observe(), gain, over, self.steps % 3 == 0
 
     def render(self) -> np.ndarray:
+        if self.cfg.get("when") == "render":
+            self.misbehave()
         picture = np.zeros((8, 8, 3), dtype=np.uint8)
         picture[0] = 200  # the upper edge
         return picture
@@ -52,7 +55,8 @@ class Counter:
         self.closed = True
 
     def misbehave(self) -> None:
-        """``cfg.fault`` at step ``cfg.at`` of environment ``cfg.bad``; with ``cfg.once``, a file, only once in all."""
+        """``cfg.fault`` at step ``cfg.at`` of environment ``cfg.bad``; with ``cfg.once``, a file, only once in all.
+        With ``cfg.when`` "render" not until it is drawn after that step."""
         fault = self.cfg.get("fault")
         if not fault or self.steps != self.cfg.get("at", 3) or self.index != self.cfg.get("bad", 1):
             return

@@ -5,7 +5,7 @@ Shape legend: N environments, A the shape of one action.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,8 +106,8 @@ class ActionChecker:
 
 
 def check_picture(picture: NDArray[Any], who: str) -> None:
-    """That it is [H, W, 3] of uint8."""
-    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+    """That it is [H, W, 3] of uint8, and not empty."""
+    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8 or not picture.size:
         raise SimulatorError(
             f"{who} is shown as {list(picture.shape)} of {picture.dtype}; a picture is [H, W, 3] of uint8"
         )
@@ -118,6 +118,8 @@ def check_observation(spec: EnvSpec, obs: Observation, who: str) -> None:
 
     Raises ConfigError or NonFiniteError that begins with ``who``.
     """
+    if not isinstance(obs, Mapping):
+        raise ConfigError(f"{who}: the observation is of type {type(obs).__name__}, not a dict by key")
     if set(obs) != set(spec.observations):
         missing = sorted(set(spec.observations) - set(obs))
         extra = sorted(set(obs) - set(spec.observations))

@@ -22,7 +22,8 @@ class IsolatedEnvs:
     """N environments shared out over processes that step at the same time (``VectorEnv``).
 
     A process that raises, dies or does not answer in time is killed and started again; the episodes of its
-    environments are dropped by name, and they go on with the next ones. After ``env.max_restarts`` that is an error.
+    environments are dropped by name, and they go on with the next ones. Where that happens while one is drawn, its
+    picture is a black one, and the next step drops them. After ``env.max_restarts`` that is an error.
 
     Config keys read here: ``name``, ``processes``, ``python``, ``step_timeout_s`` (also of a reset),
     ``start_timeout_s``, ``max_restarts``; the plugin in the process reads its own.
@@ -137,7 +138,10 @@ class IsolatedEnvs:
         mine = [[int(i) for i in envs if i in part.positions] for part in parts]
         commands = [("render", [i - part.positions.start for i in m]) for part, m in zip(parts, mine, strict=True)]
         pictures: dict[int, NDArray[np.uint8]] = {}
-        for places, answer in zip(mine, self._crew.must(parts, commands, "could not be shown"), strict=True):
+        for part, places, answer in zip(parts, mine, self._crew.ask(parts, commands), strict=True):
+            if isinstance(answer, Lost):  # drawing may crash too: the next step says which episodes that has cost
+                self._restart(part, answer, [i for i in part.positions if self._begun[i]])
+                answer = [np.zeros((1, 1, 3), np.uint8) for _ in places]
             pictures |= dict(zip(places, answer, strict=True))
         return [pictures[int(i)] for i in envs]
 

@@ -163,7 +163,8 @@ class PerEnv(Fleet):
                 obs, reward[i], over, success[i] = env.step(action)
                 for key, buffer, shape in rows:
                     value = obs[key]
-                    if value.shape != shape:  # an assignment would spread a smaller array over the row
+                    # An assignment would spread a smaller array over the row.
+                    if getattr(value, "shape", None) != shape:
                         check_observation(self.spec, obs, f"environment {self.indices[i]}")
                     buffer[i] = value
                 if texts:
@@ -229,7 +230,11 @@ class PerEnv(Fleet):
                 self._remake(i, error, "while it was reset")
         if self._seeds[i] is None:
             check_observation(self.spec, obs, f"environment {self.indices[i]}")
-        self._write(i, obs)
+        try:
+            self._write(i, obs)
+        except (AttributeError, KeyError, TypeError, ValueError):  # of another kind than was promised: say which
+            check_observation(self.spec, obs, f"environment {self.indices[i]}")
+            raise
         for finite in self._finite[1:]:
             finite.check()
         self._seeds[i] = seed
