@@ -168,6 +168,7 @@ def test_sizes_that_do_not_go_together_are_named() -> None:
 
 def test_directories_that_are_none_of_openvlas_are_named(tmp_path: Path) -> None:
     assert "does not exist" in check_path(str(tmp_path / "none"))[0]
+    assert "the path is empty" in check_path("")[0]
     assert "has no config.json" in check_path(str(tmp_path))[0]
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "a model of type 'llama'" in check_path(str(tmp_path))[0]

@@ -187,6 +187,7 @@ def test_model_paths(tmp_path: Path) -> None:
     assert conf.Model(path=str(good)).validate(None) == []
     (problem,) = conf.Model(path=str(tmp_path / "gone")).validate(None)
     assert problem.startswith(f"model.path: {tmp_path}/gone does not exist") and "hf download" not in problem
+    assert check_model_path("")[0].startswith("model.path: the path is empty; give a directory with config.json")
     (problem,) = check_model_path("some-org/Small-1.5B")
     assert "is not downloaded by a run: `hf download some-org/Small-1.5B --local-dir DIR`" in problem
 

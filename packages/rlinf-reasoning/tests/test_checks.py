@@ -141,6 +141,8 @@ def test_jsonl_faults_are_found_from_the_config(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     (problem,) = check_jsonl(str(path), "{prompt}", recipe(task=vars(Jsonl(path=str(path), template="{prmpt}"))))
     assert "'prompt'" in problem
+    (problem,) = check_jsonl("", "{prompt}", recipe(task=vars(Jsonl(path=""))))
+    assert problem == "task.path: the path is empty; give a file with one JSON object per line"
 
 
 def test_keys_of_a_file_that_contradict_one_another(tmp_path: Path) -> None:

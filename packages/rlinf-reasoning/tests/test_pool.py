@@ -60,6 +60,8 @@ def score(text, answer, fields):
     if text == "deaf":            # closes its connection and goes on
         os.closerange(3, 100)
         while True: pass
+    if text == "text": return "1.0"
+    if text == "bytes": return b"1.0"
     if text == "nan": return float("nan")
     if text == "print": print("1.0" * 1000); sys.stdout.flush()
     if text == "memory": return float(len(bytearray(8 << 30)))
@@ -119,6 +121,8 @@ def test_failing_items_are_named_and_the_others_scored(functions: str) -> None:
         ("interrupt", "raised KeyboardInterrupt (hostile_rewards.py:"),
         ("hostile float", "returned a HostileFloat whose conversion to a number raised RuntimeError: no float"),
         ("hostile exit", "returned a HostileFloat whose conversion to a number raised SystemExit: 4"),
+        ("text", "returned a str, not a number: '1.0'"),
+        ("bytes", "returned a bytes, not a number: b'1.0'"),
         ("enormous", "returned -1e+308, beyond the largest number that float32 has"),
         ("hostile text", "raised HostileText: (its text cannot be made: RuntimeError)"),
     ],

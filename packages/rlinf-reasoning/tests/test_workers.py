@@ -16,6 +16,7 @@ from rlinf_core import Prompt, Sample
 from rlinf_core.config import Config
 from rlinf_core.errors import ConfigError, RLinfError
 from rlinf_core.types import Generated, ParallelInfo
+from rlinf_reasoning.rewards.pool import RewardItem
 from rlinf_reasoning.workers import Generator, Reward
 from rlinf_reasoning.workers import generator as generator_module
 
@@ -237,6 +238,19 @@ def test_a_reward_that_is_not_there_leaves_nothing_to_take_down(hanging: dict[st
     made = worker(Reward, {"reward": {**hanging, "function": "no_such_module:score"}}, tmp_path)
     with pytest.raises(ConfigError, match="no_such_module"):
         made.setup()
+    made.teardown()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("1.0", "returned a str, not a number: '1.0'"), (float("nan"), "returned nan, not a finite")]
+)
+def test_what_is_no_number_in_place(tmp_path: Path, given: Any, said: str) -> None:
+    made = reward_worker(
+        {"name": "exact", "timeout_s": 1.0, "processes": 1, "memory_mb": 0, "on_error": "fail"}, tmp_path
+    )
+    made.scorer._function = lambda text, answer, fields: given
+    (score,) = made.scorer.score([RewardItem("a", "b", {})])
+    assert score.value is None and score.error.startswith(said)
     made.teardown()
 
 

@@ -22,6 +22,8 @@ def check_model_path(path: str) -> list[str]:
     """Say why ``path`` cannot be a Hugging Face causal language model directory."""
     directory = Path(path).expanduser()
     want = "give a directory with config.json, weights and a tokenizer, or null for the tiny model"
+    if not path:  # which would be the directory that the run was started in
+        return [f"model.path: the path is empty; {want}"]
     if not directory.exists():
         if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
             want += (

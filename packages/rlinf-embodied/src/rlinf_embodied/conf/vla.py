@@ -83,6 +83,8 @@ def check_path(path: str) -> list[str]:
     """Say why ``path`` cannot be a directory in the OpenVLA layout, as far as its small files show it."""
     directory = Path(path).expanduser()
     want = "give a directory in the OpenVLA layout (docs/embodied.md), or null for the tiny model"
+    if not path:
+        return [f"model.path: the path is empty; {want}"]
     if not directory.is_dir():
         return [f"model.path: {path} {'is not a directory' if directory.exists() else 'does not exist'}; {want}"]
     try:

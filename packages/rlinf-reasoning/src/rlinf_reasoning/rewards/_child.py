@@ -98,6 +98,13 @@ def score(function: Any, item: tuple[str, str, dict[str, Any]]) -> tuple[float |
         value = function(*item)
     except BaseException as error:
         return None, describe(error)
+    return as_reward(value)
+
+
+def as_reward(value: Any) -> tuple[float | None, str]:
+    """(the number, "") of what a reward function returned, or (None, why it is none)."""
+    if isinstance(value, str | bytes):  # float() reads numbers in it, such as an answer that was given back by mistake
+        return None, f"returned a {type(value).__name__}, not a number: {safe_text(value, repr, 200)}"
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlinf_core.registry import Registry
-from rlinf_reasoning.rewards._child import describe, refused
+from rlinf_reasoning.rewards._child import as_reward, describe
 from rlinf_reasoning.rewards.pool import RewardItem, RewardPool, Score
 
 
@@ -57,8 +57,8 @@ class Scorer:
 
     def _in_place(self, item: RewardItem) -> Score:
         try:
-            value = float(self._function(item.text, item.answer, item.fields))
+            found = self._function(item.text, item.answer, item.fields)
         except Exception as error:  # a plugin's fault becomes the item's, as in the pool
             return Score(None, describe(error))
-        problem = refused(value)
-        return Score(None, f"returned {problem}") if problem else Score(value)
+        value, problem = as_reward(found)
+        return Score(value, problem)

@@ -174,6 +174,8 @@ class JsonlTask:
     """
 
     def __init__(self, cfg: Any) -> None:
+        if not cfg.path:  # which would be the directory that the run was started in
+            raise ConfigError("task.path: the path is empty; give a file with one JSON object per line")
         self.path = Path(cfg.path)
         self.eval_path = Path(cfg.eval_path) if cfg.eval_path else None
         self.template: str = cfg.template
