@@ -4,13 +4,17 @@ What is checked: CartPole's evaluated return is at least 475; MetaWorld's reach-
 evaluated episodes; PushCube's evaluated success lies above the untrained policy's 95 % interval. Evaluation is
 deterministic, in environments and from seeds that training has not.
 
-A run that is already in ``--runs`` is not run again, so that an interrupted experiment goes on where it was.
+A run that is already in ``--runs`` is not run again, so that an interrupted experiment goes on where it was. The page
+keeps the runs of the cases that ``--only`` leaves out, and says of every run when, from which commit and on how busy a
+machine it was made.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import time
 from itertools import accumulate
 from pathlib import Path
@@ -25,11 +29,14 @@ CASES = {
 }
 AIMS = {"CartPole": 120.0, "MetaWorld reach-v3": 240.0}
 """Seconds from the command to the end that are aimed at on two cores."""
+MADE = ("date", "commit")
 METRIC = {"CartPole": "return", "MetaWorld reach-v3": "success_once", "ManiSkill PushCube": "success_once"}
 
 
 def run(case: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     """One run: evaluations before, within and after, and what training episodes came to at each step."""
+    made = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit()}
+    load = os.getloadavg()[0]
     folder, seconds = common.run_recipe(CASES[case], f"seed={seed}", *overrides)
     said, steps = common.summary(folder), common.rows(folder, "train")
     metric = METRIC[case]
@@ -44,6 +51,31 @@ def run(case: str, seed: int, overrides: list[str]) -> dict[str, Any]:
         "steps": [row["step"] for row in known],
         "seconds": [spent[steps.index(row)] for row in known],
         "values": [row[metric] for row in known],
+        "overrides": overrides,
+        "load": [load, os.getloadavg()[0]],
+        **made,
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, and whether files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "HEAD") + (" with uncommitted changes" if git("status", "--porcelain", "-uno") else "")
+
+
+def known_runs(out: Path) -> dict[str, dict[int, dict[str, Any]]]:
+    """The runs that the page has; those that do not say how they were made were made as ``provenance.json`` says."""
+    if not (out / "data.json").exists():
+        return {}
+    file = out / "provenance.json"
+    said = json.loads(file.read_text()) if file.exists() else {"date": "unknown", "commit": "unknown"}
+    made = {key: said[key] for key in MADE if key in said}
+    return {
+        case: {int(seed): {**made, **one} for seed, one in runs.items()}
+        for case, runs in json.loads((out / "data.json").read_text()).items()
     }
 
 
@@ -69,7 +101,8 @@ def main() -> None:
     )
     args.runs.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if args.only.lower() in case.lower()]
-    found: dict[str, dict[int, dict[str, Any]]] = {case: {} for case in cases}
+    before = known_runs(args.out)
+    found = {case: before.get(case, {}) if case not in cases else {} for case in CASES}
     for seed in args.seeds:
         for case in cases:
             kept = args.runs / f"{CASES[case].rpartition('/')[2]}-{seed}.json"
@@ -77,6 +110,7 @@ def main() -> None:
                 kept.write_text(json.dumps(run(case, seed, args.overrides)))
             one = found[case][seed] = json.loads(kept.read_text())
             print(f"[{time.strftime('%H:%M:%S')}] {case}, seed {seed}: {_shown(case, one)}", flush=True)
+    found = {case: runs for case, runs in found.items() if runs}
     problems = [
         f"{case}, seed {seed}: {why}"
         for case, runs in found.items()
@@ -93,6 +127,8 @@ def main() -> None:
             f"{one['env_steps']:,.0f}",
             f"{one['train_s']:.0f}",
             f"{one['wall_s']:.0f}",
+            "{:.0f} to {:.0f}".format(*one["load"]) if "load" in one else "",
+            f"{one['date']}, {one['commit'][:7]}{'+' if ' ' in one['commit'] else ''}",
         ]
         for case, runs in found.items()
         for seed, one in runs.items()
@@ -106,18 +142,22 @@ def main() -> None:
         "env steps",
         "training in s",
         "wall in s",
+        "load",
+        "made",
     ]
-    late = [
+    aims = [
         f"- {case}: {statistics.median(one['wall_s'] for one in runs.values()):.0f} s from the command to the end "
         f"(median), {AIMS[case]:.0f} s were aimed at."
         for case, runs in found.items()
-        if case in AIMS and runs
+        if case in AIMS
     ]
     text = (
-        "Evaluated return (CartPole) or share of successful episodes of 50, with the likeliest actions.\n\n"
+        "Evaluated return (CartPole) or share of successful episodes of 50, with the likeliest actions. Load: how "
+        "many processes wanted one of the cores at begin and end, where it was kept; made: date and commit, with a + "
+        "where files differed from it.\n\n"
         + common.table(header, lines)
         + "\n"
-        + "\n".join(late)
+        + "\n".join(aims)
         + "\n\n![training episodes of every step, and the evaluation after training](curves.png)\n"
     )
     plot(found, args.out / "curves.png")

@@ -226,7 +226,7 @@ def main() -> None:
     load = options.out / "load.json"
     if chosen:
         load.write_text(json.dumps({"load": busy, "cores": os.cpu_count()}) + "\n")
-    said = json.loads(load.read_text()) if load.exists() else {"load": [0.0, 0.0], "cores": 0}
+    said: dict[str, Any] = json.loads(load.read_text()) if load.exists() else {"load": [0.0, 0.0], "cores": 0}
     before, after = said["load"]
     parts.append(f"Load of the machine at begin and end: {before:.1f} and {after:.1f} on {said['cores']} cores.\n")
     write(options.out, "Plans of embodied PPO", "\n".join(parts), {"settings": SETTINGS, "load": said})

@@ -12,14 +12,14 @@ transformers = pytest.importorskip("transformers")
 
 from rlinf_core.errors import ConfigError, RLinfError  # noqa: E402
 from rlinf_engines.models import load_model  # noqa: E402
-from rlinf_engines.trainers import attention  # noqa: E402
+from rlinf_engines.trainers import plans  # noqa: E402
 from rlinf_engines.trainers.attention import (  # noqa: E402
     check_packing,
-    make_plan,
     packed_attention,
     packed_inputs,
     use_packed_attention,
 )
+from rlinf_engines.trainers.plans import make_plan  # noqa: E402
 
 LENGTHS = [
     [1],
@@ -60,7 +60,7 @@ def plain(q: Any, k: Any, v: Any, lengths: list[int], scale: float | None, windo
 @pytest.mark.parametrize("cost", [0, 64, 4096, 10**9])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)}x{max(lengths)}")
 def test_it_is_attention_within_each_sequence(lengths: list[int], cost: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BUCKET_COST", cost)
+    monkeypatch.setattr(plans, "BUCKET_COST", cost)
     total = sum(lengths)
     for heads, groups in ((4, 4), (4, 2), (3, 1)):
         for scale, window in ((None, None), (0.3, None), (None, 1), (None, 3), (0.2, 8), (None, 1000)):
@@ -80,7 +80,7 @@ def test_it_is_attention_within_each_sequence(lengths: list[int], cost: int, mon
 
 def test_what_padding_holds_is_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot of padding holds a token of its own sequence; were it read, one sequence would see twice."""
-    monkeypatch.setattr(attention, "BUCKET_COST", 10**9)
+    monkeypatch.setattr(plans, "BUCKET_COST", 10**9)
     lengths = [9, 2, 5]
     assert make_plan(cu_of(lengths)).buckets == [(3, 9)]
     q, k, v = (random(16, 2, 4, seed=s) for s in range(3))
@@ -119,12 +119,12 @@ def test_plans_fill_buckets_and_leave_equal_lengths_alone() -> None:
 
 def test_a_plan_is_made_once_for_a_batch_and_forgotten_with_it() -> None:
     lengths = cu_of([3, 2])
-    count = len(attention._PLANS)
-    first = attention._plan_of(lengths, None)
-    assert attention._plan_of(lengths, None) is first
-    assert len(attention._PLANS) == count + 1
+    count = len(plans._PLANS)
+    first = plans.plan_of(lengths, None)
+    assert plans.plan_of(lengths, None) is first
+    assert len(plans._PLANS) == count + 1
     del lengths
-    assert len(attention._PLANS) == count
+    assert len(plans._PLANS) == count
 
 
 @pytest.mark.gpu

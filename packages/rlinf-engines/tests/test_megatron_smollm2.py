@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cases.model_config(path=str(convert_gguf(file, tmp_path_factory.mktemp("model") / "smollm2")))
 
 
+@dataclass(frozen=True)
+class Expected:
+    """Hugging Face's numbers, and how far its log-probs are from the exact ones. The rows' ids are special tokens of
+    this model, in an order that no text has: there float32 itself is off by some 1e-3."""
+
+    numbers: cases.Numbers
+    rounding: float
+
+
 @pytest.fixture(scope="module")
-def expected(model: Any) -> cases.Numbers:
-    return cases.reference(model, cases.trainer_config("megatron"), steps=1)
+def expected(model: Any) -> Expected:
+    numbers, exact = (
+        cases.reference(cases.model_config(dtype=dtype, path=model.path), cases.trainer_config("megatron"), steps=1)
+        for dtype in ("float32", "float64")
+    )
+    return Expected(numbers, cases.differences(numbers, exact)["first"])
 
 
-def check(found: cases.Numbers, expected: cases.Numbers) -> None:
-    apart = cases.differences(found, expected)
+def check(found: cases.Numbers, expected: Expected) -> None:
+    apart = cases.differences(found, expected.numbers)
     # Weights are not compared: where a gradient is all rounding, Adam's first step is a whole learning rate either way.
-    assert apart["losses"] < 1e-4 and apart["norms"] < 1e-4 and apart["first"] < 1e-4, apart
+    assert apart["losses"] < 1e-4 and apart["norms"] < 1e-4, apart
+    assert apart["first"] < 1e-4 + expected.rounding, (apart, expected.rounding)
 
 
 def trainer_on_one_rank(model: Any, tp: int) -> MegatronTrainer:
@@ -62,7 +77,7 @@ def trainer_on_one_rank(model: Any, tp: int) -> MegatronTrainer:
     return trainer
 
 
-def test_it_is_hugging_faces_model(model: Any, expected: cases.Numbers) -> None:
+def test_it_is_hugging_faces_model(model: Any, expected: Expected) -> None:
     from rlinf_engines.models import load_model, named_weights
 
     trainer = trainer_on_one_rank(model, 1)
@@ -74,7 +89,7 @@ def test_it_is_hugging_faces_model(model: Any, expected: cases.Numbers) -> None:
     trainer.close()
 
 
-def test_it_is_the_same_in_two_stages(model: Any, expected: cases.Numbers, tmp_path: Path) -> None:
+def test_it_is_the_same_in_two_stages(model: Any, expected: Expected, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     task = f"path:1x2,{model.path}"
     ranks = [

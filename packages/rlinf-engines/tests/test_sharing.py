@@ -13,8 +13,9 @@ transformers = pytest.importorskip("transformers")
 from trainer_cases import Row, collate, make_rows, model_config  # noqa: E402
 
 from rlinf_engines.models import load_model  # noqa: E402
-from rlinf_engines.trainers import attention  # noqa: E402
-from rlinf_engines.trainers.attention import make_plan, packed_attention, packed_inputs  # noqa: E402
+from rlinf_engines.trainers import attention, plans  # noqa: E402
+from rlinf_engines.trainers.attention import packed_attention, packed_inputs  # noqa: E402
+from rlinf_engines.trainers.plans import make_plan, make_trees  # noqa: E402
 from rlinf_engines.trainers.sharing import can_share, share_prompts  # noqa: E402
 
 
@@ -74,10 +75,14 @@ def test_sequences_of_which_nothing_is_predicted_and_the_place_after_the_last_to
     assert text_of(shared["input_ids"][shared["predict"]]) == "bcbe"
 
 
+@pytest.mark.parametrize("tree", [0, 1000])
 @pytest.mark.parametrize("cost", [0, 4096])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_over_shared_tokens(cost: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "BUCKET_COST", cost)
+def test_attention_over_shared_tokens(
+    cost: int, window: int | None, tree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "BUCKET_COST", cost)
+    monkeypatch.setattr(plans, "LARGEST_TREE", tree)
     batch = share_prompts(collate(make_rows(14)), worth=1.0)
     shared, cu, longest = batch["shared"], batch["cu_seqlens"], batch["max_len"]
     count = len(batch["input_ids"])
@@ -97,14 +102,30 @@ def test_attention_over_shared_tokens(cost: int, window: int | None, monkeypatch
         torch.testing.assert_close(a.grad, b.grad, rtol=0.0, atol=1e-12)
 
 
+def test_a_tree_is_a_prompt_with_its_responses() -> None:
+    batch = share_prompts(collate(rows_of("ab>cd", "ab>ef", "x>y")))
+    trees = make_trees(batch["cu_seqlens"], batch["shared"])
+    assert trees is not None and trees.buckets == [(2, 4)]
+    assert text_of(batch["input_ids"][trees.places]) == "abce" + "xxxx"
+    assert trees.slots.tolist() == [0, 1, 2, 3, 4]
+    sees = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]  # "e" does not see "c"
+    assert trees.mask[0, 0].int().tolist() == sees and torch.equal(trees.mask[1, 0], torch.eye(4, dtype=torch.bool))
+    assert plans.trees_of(batch["cu_seqlens"], batch["shared"]) is plans.trees_of(batch["cu_seqlens"], batch["shared"])
+    long = share_prompts(collate(rows_of("ab>cd" + "e" * 60, "ab>cd" + "f" * 60)), worth=1.0)
+    assert make_trees(long["cu_seqlens"], long["shared"]) is None
+
+
 def test_a_plan_refuses_shared_tokens_of_other_sequences() -> None:
     with pytest.raises(ValueError, match="3 shared tokens for sequences of 5"):
         make_plan(torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 1, 0]))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_outputs_and_gradients_are_those_of_the_whole_batch(family: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("checkpointing", "tree"), [(False, 0), (True, 0), (False, 64), (True, 64)])
+def test_outputs_and_gradients_are_those_of_the_whole_batch(
+    family: str, checkpointing: bool, tree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "LARGEST_TREE", tree)
     batch = collate(make_rows(20))
     shared = share_prompts(batch)
     assert len(shared["input_ids"]) < 0.8 * len(batch["input_ids"])

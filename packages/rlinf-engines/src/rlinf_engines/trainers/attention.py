@@ -12,21 +12,18 @@ sequences of one bucket, L tokens of the longest of them, P = sum of b * L over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.weak import WeakIdKeyDictionary
 
 from rlinf_core.errors import ConfigError, RLinfError
 from rlinf_core.types import Batch
+from rlinf_engines.trainers.plans import plan_of, trees_of
 
 NAME = "rlinf_packed"
-# What one more bucket costs, in padded (query, key) pairs of one head that could be computed in the same time.
-BUCKET_COST = 4096
 # Arguments of attention functions that change the result and that this one does not know.
 UNKNOWN = ("softcap", "s_aux", "position_bias", "block_table", "cache")
 
@@ -65,8 +62,13 @@ def packed_attention(
         if shared is None:
             return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)
         q, k, v = (_copies(x, shared) for x in (q, k, v))
-        return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)[_plan_of(cu_seqlens, shared).first]
-    plan = _plan_of(cu_seqlens, shared)
+        return _flash(q, k, v, cu_seqlens, max_len, scale, sliding_window)[plan_of(cu_seqlens, shared).first]
+    if shared is not None and sliding_window is None and (plan := trees_of(cu_seqlens, shared)) is not None:
+        ((count, length),) = plan.buckets
+        q, k, v = (_Spread.apply(x, plan.places, plan.slots) for x in (q, k, v))
+        qs, ks, vs = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        return _Collect.apply(_one_bucket(qs, ks, vs, scale, plan.mask, dropout), plan.places, plan.slots)
+    plan = plan_of(cu_seqlens, shared)
     if plan.places is not None:
         q = _Spread.apply(q, plan.places, plan.slots)
         if shared is None:
@@ -78,7 +80,7 @@ def packed_attention(
     for count, length in plan.buckets:
         end = start + count * length
         qs, ks, vs = (x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        parts.append(_one_bucket(qs, ks, vs, scale, sliding_window, dropout))
+        parts.append(_one_bucket(qs, ks, vs, scale, _window(length, sliding_window, q.device), dropout))
         start = end
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out if plan.places is None else _Collect.apply(out, plan.places, plan.slots)
@@ -205,85 +207,6 @@ def _hugging_face_attention(
     return out.unsqueeze(0), None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How packed tokens become buckets.
-
-    ``buckets``: (b, L) of each. ``places`` int64 [P]: the token in each slot of the buckets (any, in slots of padding);
-    ``slots`` int64 [N]: the slot of each token, of a shared one the first sequence's. Both ``None`` where tokens lie as
-    they should. ``first`` int64 [N], where tokens are shared: the first place of each in the sequences.
-    """
-
-    buckets: list[tuple[int, int]]
-    places: Tensor | None
-    slots: Tensor | None
-    first: Tensor | None = None
-
-
-_PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _plan_of(cu_seqlens: Tensor, shared: Tensor | None) -> Plan:
-    """The plan of these sequences, made once for all layers of all passes over a batch."""
-    plan = _PLANS.get(cu_seqlens)
-    if plan is None:
-        plan = _PLANS[cu_seqlens] = make_plan(cu_seqlens, shared)
-    return plan
-
-
-def make_plan(cu_seqlens: Tensor, shared: Tensor | None = None) -> Plan:
-    """Buckets of sequences of similar lengths, longest first.
-
-    A sequence joins the bucket of the next longer ones unless the padding that it brings (in query-key pairs) costs
-    more than a bucket of its own. ``shared``: see ``packed_attention``.
-    """
-    plan = _plan_of_lengths(cu_seqlens)
-    if shared is None:
-        return plan
-    total = int(cu_seqlens[-1])
-    if len(shared) != total:
-        raise ValueError(f"{len(shared)} shared tokens for sequences of {total}")
-    number = int(shared.max()) + 1
-    place = torch.arange(total, device=shared.device)
-    first = place.new_full((number,), total).scatter_reduce_(0, shared, place, "amin")
-    if plan.places is None or plan.slots is None:
-        return Plan(plan.buckets, shared, first, first)
-    return Plan(plan.buckets, shared[plan.places], plan.slots[first], first)
-
-
-def _plan_of_lengths(cu_seqlens: Tensor) -> Plan:
-    starts = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(starts)]
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"cu_seqlens must rise from each sequence to the next, got {starts}")
-    if min(lengths) == max(lengths):
-        return Plan([(len(lengths), lengths[0])], None, None)
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets: list[list[int]] = []
-    waste = 0
-    for i in order:
-        more = lengths[buckets[-1][0]] ** 2 - lengths[i] ** 2 if buckets else 0
-        if not buckets or waste + more > BUCKET_COST:
-            buckets.append([])
-            waste = more = 0
-        buckets[-1].append(i)
-        waste += more
-    begin, own = torch.tensor(starts[:-1]), torch.tensor(lengths)
-    places, real = [], []
-    for bucket in buckets:
-        chosen = torch.tensor(bucket)
-        column = torch.arange(lengths[bucket[0]])
-        last = own[chosen, None] - 1
-        # A slot of padding holds the last token of its sequence: a number that is there, and that nobody reads.
-        places.append((begin[chosen, None] + torch.minimum(column, last)).reshape(-1))
-        real.append((column <= last).reshape(-1))
-    flat, used = torch.cat(places), torch.cat(real).nonzero().squeeze(1)
-    slots = torch.empty(starts[-1], dtype=torch.int64)
-    slots[flat[used]] = used
-    device = cu_seqlens.device
-    return Plan([(len(b), lengths[b[0]]) for b in buckets], flat.to(device), slots.to(device))
-
-
 class _Spread(torch.autograd.Function):
     """Tokens [N, ...] into slots [P, ...]. Backward reads the slots of tokens alone: those of padding get no gradient,
     because what comes out of them is not used and nothing else sees them."""
@@ -320,16 +243,18 @@ class _Collect(torch.autograd.Function):
         return grad.new_zeros(ctx.length, *grad.shape[1:]).index_copy_(0, slots, grad), None, None
 
 
-def _one_bucket(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, sliding_window: int | None, dropout: float
-) -> Tensor:
-    """Attention of sequences of one length: [b, H, L, D], [b, G, L, D] twice -> [b * L, H, D]."""
-    length = q.shape[2]
-    mask = None
-    if sliding_window is not None and sliding_window < length:
-        row = torch.arange(length, device=q.device)
-        back = row[:, None] - row
-        mask = (back >= 0) & (back < sliding_window)
+def _window(length: int, size: int | None, device: torch.device) -> Tensor | None:
+    """bool [L, L], what each token sees of the ``size`` last ones; ``None`` where that is all before it."""
+    if size is None or size >= length:
+        return None
+    row = torch.arange(length, device=device)
+    back = row[:, None] - row
+    return (back >= 0) & (back < size)
+
+
+def _one_bucket(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, dropout: float) -> Tensor:
+    """Attention of sequences of one length, causal where there is no mask: [b, H, L, D], [b, G, L, D] twice ->
+    [b * L, H, D]."""
     out = functional.scaled_dot_product_attention(
         q,
         k,
