@@ -16,7 +16,7 @@ from rlinf_core.hub import client as client_module
 from rlinf_core.hub.client import HubClient
 from rlinf_core.hub.messages import DRIVER, Blocked, Call, Cancel, ChannelArg, Hello, Offload
 from rlinf_core.hub.server import HubServer
-from rlinf_core.payload import PayloadFetcher, PayloadStore
+from rlinf_core.payload import INLINE_BYTES, PayloadFetcher, PayloadStore
 
 SECRET = b"s" * 32
 PATIENCE_S = 20.0
@@ -246,3 +246,18 @@ def test_blocked_after_the_answer_is_no_wait(rig: Rig) -> None:
     rig.until_pending(0)
     rig.until(lambda core: not core.members["a[0]"].beside)
     assert rig.waits() == []
+
+
+@pytest.mark.parametrize(
+    ("items", "options"),
+    [
+        ([bytes(INLINE_BYTES + 1), threading.Lock()], {}),
+        ([bytes(INLINE_BYTES + 1)] * 2, {"weights": [1.0, -1.0]}),
+        ([bytes(INLINE_BYTES + 1)] * 2, {"keys": ["a"]}),
+    ],
+    ids=["an item that cannot be sent", "a weight that is none", "a key too few"],
+)
+def test_of_many_that_are_not_put_none_is_kept(rig: Rig, items: list[Any], options: dict[str, Any]) -> None:
+    rig.start(lambda out: out.put_many(items, **options))
+    assert isinstance(rig.end(), ChannelError | ValueError)
+    assert len(rig.store) == 0

@@ -258,10 +258,15 @@ class Writer(Out[Any]):
     ) -> None:
         keys = [None] * len(items) if keys is None else keys
         weights = [1.0] * len(items) if weights is None else weights
-        rows = zip(items, keys, weights, strict=True)
-        entries = tuple(entry for item, key, weight in rows for entry in self._prepare(item, (key,), weight))
+        entries: list[ev.Item] = []
+        try:
+            for item, key, weight in zip(items, keys, weights, strict=True):
+                entries += self._prepare(item, (key,), weight)
+        except BaseException:  # none of them is put, so nobody would ever let go of the ones before
+            self._let_go(entries)
+            raise
         if entries:
-            self._put(entries, None)
+            self._put(tuple(entries), None)
 
     def put_nowait(self, item: Any, key: Hashable = None, weight: float = 1.0) -> None:
         items = self._prepare(item, (key,), weight)
