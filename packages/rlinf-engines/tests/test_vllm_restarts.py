@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
+import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +19,10 @@ pytest.importorskip("transformers")
 from rlinf_core.errors import ConfigError, RLinfError  # noqa: E402
 from rlinf_core.types import Generated, GenerateRequest, ParallelInfo, SamplingParams  # noqa: E402
 from rlinf_engines.models import load_model, named_weights  # noqa: E402
+from rlinf_engines.rollouts import vllm_process  # noqa: E402
 from rlinf_engines.rollouts.held_weights import HeldWeights, read_weights  # noqa: E402
 from rlinf_engines.rollouts.stall_watch import StallWatch  # noqa: E402
-from rlinf_engines.rollouts.vllm_engine import EngineDied, EngineRaised  # noqa: E402
+from rlinf_engines.rollouts.vllm_engine import EngineDied, EngineRaised, EngineSpec  # noqa: E402
 from rlinf_engines.rollouts.vllm_rollout import VllmRollout  # noqa: E402
 
 SAMPLING = SamplingParams(max_new_tokens=4)
@@ -268,3 +272,32 @@ def test_held_weights_are_read_by_path_in_the_engine_s_format() -> None:
         assert found["c"].shape == ()
         given = [(name, tensor + 1) for name, tensor in given]
     held.close()
+
+
+def test_what_an_engine_wrote_that_died_while_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "an_engine_that_dies.py").write_text(
+        "import sys\nsys.stderr.write('illegal instruction, it says')\nsys.exit(3)\n"
+    )
+    monkeypatch.setattr(vllm_process, "MODULE", "an_engine_that_dies")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spec = EngineSpec("", "float32", "cpu", 1, {}, {"PYTHONPATH": str(tmp_path)}, ())
+    with pytest.raises(EngineDied, match="its process ended with exit code 3 while start") as died:
+        vllm_process.EngineProcess(spec)
+    assert re.match(rf"; its log is {tmp_path}/\S+, which ends with:\nillegal instruction, it says$", died.value.log)
+
+
+def test_an_engine_that_never_starts_is_named_with_its_log(
+    make_rollout: Any, make_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(self: VllmRollout, directory: str) -> Any:
+        error = EngineDied("its process was killed by SIGKILL while start")
+        error.log = "; its log is HERE"
+        raise error
+
+    rollout, _ = make_rollout(0)
+    monkeypatch.setattr(VllmRollout, "_new_engine", dies)
+    with pytest.raises(RLinfError, match=r"SIGKILL while start; rollout.max_restarts=2 allows no .*; its log is HERE"):
+        list(rollout.generate(ASKED, SAMPLING))
+    fresh = VllmRollout(rollout.cfg)
+    with pytest.raises(RLinfError, match="the engine did not start: its process was .* while start; its log is HERE"):
+        fresh.setup(make_model("float32"), ParallelInfo(), seed=0)

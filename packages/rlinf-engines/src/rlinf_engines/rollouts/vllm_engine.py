@@ -31,6 +31,9 @@ SHARED = Path("/dev/shm")
 class EngineDied(RLinfError):
     """An engine is gone, or cannot go on: another one can take its place."""
 
+    log: str = ""
+    """Where its output is, to end a message with; set where the engine itself can no longer be asked."""
+
 
 class EngineRaised(EngineDied):
     """An engine cannot go on because it raised: with the same work, another one may well raise the same."""

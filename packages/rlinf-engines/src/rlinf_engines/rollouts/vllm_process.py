@@ -65,6 +65,10 @@ class EngineProcess:
         self._pipe = Connection(ours.detach())
         try:
             self._ask("start", spec, version, deadline_s=START_TIMEOUT_S)
+        except EngineDied as error:
+            error.log = f"; its log is {self.keep_log()}"
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise

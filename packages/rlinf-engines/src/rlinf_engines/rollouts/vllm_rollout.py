@@ -78,6 +78,7 @@ class VllmRollout:
         from rlinf_engines.model_check import head_size
         from rlinf_engines.models import load_config, load_tokenizer, max_positions, parameter_shapes, torch_dtype
         from rlinf_engines.rollouts.held_weights import HeldWeights
+        from rlinf_engines.rollouts.vllm_engine import EngineDied
 
         for problem in [] if on_gpu or model.path is None else check_head_size(head_size(model)):
             raise ConfigError(problem)
@@ -104,7 +105,10 @@ class VllmRollout:
             self._spec = self._describe(parallel, on_gpu, tuple(sorted(stop)))
             if not self._in_process or self._max_restarts or int(self.cfg.tensor_parallel_size) > 1:
                 self._held = HeldWeights(torch_dtype(model.dtype))
-            self.engine = self._new_engine(directory)
+            try:
+                self.engine = self._new_engine(directory)
+            except EngineDied as error:
+                raise RLinfError(f"rollout vllm: the engine did not start: {error}{error.log}") from error
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Iterator[Generated]:
         """Yield responses as they finish, in any order; the checks run before the first is drawn."""
@@ -208,7 +212,7 @@ class VllmRollout:
         while True:
             again = isinstance(cause, EngineRaised) and str(cause) == self._raised
             self._raised = str(cause) if isinstance(cause, EngineRaised) else ""
-            where = self._end_engine(last=again or self._restarts >= self._max_restarts)
+            where = self._end_engine(last=again or self._restarts >= self._max_restarts) or cause.log
             if again:
                 raise RLinfError(
                     f"rollout vllm: the engine died: {cause}; so did the one before it, and nothing had finished in "
