@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlinf_core.errors import MissingExtraError, RLinfError
+from rlinf_core import rundir
+from rlinf_core.errors import MissingExtraError, RLinfError, RunDirectoryError
 from rlinf_embodied.video import AFTER, FAILED, SUCCEEDED, UNKNOWN, tiled, write_tiled
 
 NOISE = 14  # what the compression may change a flat colour by
@@ -139,3 +141,19 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RLinfError, match="cannot be written"):
         write_tiled(tmp_path / "file" / "a.mp4", [flat((0, 0, 0), 2)])
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ffmpeg ends, and the pipe to it is broken: the message must not stop at that."""
+    ffmpeg = pytest.importorskip("imageio_ffmpeg")
+
+    def broken(*args: Any, **options: Any) -> Any:
+        yield
+        raise OSError("[Errno 32] Broken pipe\n\nFFMPEG COMMAND: ...")
+
+    monkeypatch.setattr(ffmpeg, "write_frames", broken)
+    with pytest.raises(RLinfError, match="a.mp4 cannot be written: OSError: .*Broken pipe"):
+        write_tiled(tmp_path / "a.mp4", [flat((0, 0, 0), 2)])
+    monkeypatch.setattr(rundir.shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
+    with pytest.raises(RunDirectoryError, match=r"^cannot write .*a.mp4: No space left on device$"):
+        write_tiled(tmp_path / "a.mp4", [flat((0, 0, 0), 2)])

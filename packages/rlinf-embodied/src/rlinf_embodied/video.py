@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rlinf_core.errors import MissingExtraError, RLinfError, describe
 from rlinf_core.registry import install_command
+from rlinf_core.rundir import explain_save_error
 
 Frames = NDArray[np.uint8]
 
@@ -36,7 +37,8 @@ def write_tiled(
 
     Raises:
         MissingExtraError: imageio-ffmpeg is not installed.
-        RLinfError: there is nothing to show, pictures are no such arrays, or the video cannot be written.
+        RLinfError: there is nothing to show, pictures are no such arrays, or the video cannot be written
+            (RunDirectoryError: the disk is full).
     """
     _check(episodes, success)
     colours = [UNKNOWN] * len(episodes) if success is None else [SUCCEEDED if one else FAILED for one in success]
@@ -74,8 +76,11 @@ def write_tiled(
             writer.close()
         aside.replace(target)
     except (OSError, RuntimeError) as error:
+        full = explain_save_error(target, error)  # of a full disk ffmpeg tells us no more than a broken pipe
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+        if full is not None:
+            raise full from error
         raise RLinfError(f"the video {target} cannot be written: {describe(error, 500)}") from error
 
 
