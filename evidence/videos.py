@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import _common as common
+import yaml
 
 LIMIT = 1_000_000
 """Bytes that a video may have, so that a repository can hold it."""
@@ -49,7 +50,7 @@ def make(name: str, episodes: int, out: Path, folder: Path | None = None) -> dic
     shutil.copyfile(folder / "evaluations" / "after.mp4", video)
     return {
         "after": after,
-        "steps": len(common.rows(folder, "train")),
+        "steps": yaml.safe_load((folder / "config.yaml").read_text())["num_steps"],
         "bytes": video.stat().st_size,
         "frames": still(video, out / f"{name}.png"),
     }

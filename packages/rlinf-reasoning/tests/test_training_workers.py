@@ -15,10 +15,10 @@ from lists import Items, worker
 from small_trainer import ReferenceTrainer, SmallTrainer, recipe, samples
 
 from rlinf_core.config import Config
-from rlinf_core.errors import NonFiniteError, RunDirectoryError
+from rlinf_core.errors import NonFiniteError, RLinfError, RunDirectoryError
 from rlinf_core.types import Sample
 from rlinf_reasoning import training
-from rlinf_reasoning.conf import Algorithm, AsyncPpo, Ppo
+from rlinf_reasoning.conf import Algorithm, AsyncPpo, Dapo, Ppo
 from rlinf_reasoning.training import reference as reference_module
 from rlinf_reasoning.workers import Actor, Critic, updating
 
@@ -70,6 +70,22 @@ def test_actor_accounts_for_and_writes_every_sample(tmp_path: Path) -> None:
     assert written[0]["step"] == "train/0" and written[0]["info"] == {}
     assert [(kind, len(ids)) for kind, ids, _ in actor._ctx.accounted] == [("trained", 8), ("trained", 16)]
     assert actor.train(Items()) == {}
+
+
+def test_a_run_that_gets_nothing_to_train_on_ends(tmp_path: Path) -> None:
+    actor = made(Actor, recipe(), tmp_path)
+    for batch in ([], [], samples(), [], []):
+        actor.train(Items(batch) if batch else Items())
+    with pytest.raises(RLinfError, match="nothing to train on in 3 steps in a row, last train/0: every sample"):
+        actor.train(Items())
+    short = made(Actor, Config({**recipe().to_dict(), "num_steps": 1}), tmp_path)
+    with pytest.raises(RLinfError, match="nothing to train on in one step, last"):
+        short.train(Items())
+
+
+def test_dynamic_sampling_may_leave_steps_empty(tmp_path: Path) -> None:
+    actor = made(Actor, recipe(Dapo), tmp_path)
+    assert [actor.train(Items()) for _ in range(5)] == [{}] * 5
 
 
 def always(value: float, group: int, i: int) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf_core import In, Out, Prompt, Sample, Worker, task
-from rlinf_core.errors import NonFiniteError
+from rlinf_core.errors import NonFiniteError, RLinfError
 from rlinf_core.rundir import guard, to_json
 from rlinf_reasoning.workers.updating import barrier_of, ranks_problem, save_failed
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # What is for the next stage alone and does not belong in ``samples.jsonl``.
 NOT_WRITTEN = ("advantage", "values", "last_value", "kl")
+EMPTY_STEPS = 3
+"""Steps in a row without a sample that end a run."""
 
 
 class Actor(Worker):
@@ -47,6 +49,7 @@ class Actor(Worker):
         self._reference: Any = None
         self._version = 0
         self._silence = training.Silence()
+        self._empty = 0
 
     def teardown(self) -> None:
         if self._reference is not None:
@@ -91,7 +94,9 @@ class Actor(Worker):
                 self._write_samples(samples)
                 self.trained(samples)
             if update is None:
+                self._without_samples()
                 return {}
+            self._empty = 0
             with self.on_device():
                 metrics: dict[str, float] = update.finish(self._version)
         except NonFiniteError as error:
@@ -136,6 +141,21 @@ class Actor(Worker):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.trainer.weights()
+
+    def _without_samples(self) -> None:
+        """Nothing came in this step. That goes on where samples are dropped for faults of theirs, and a run that has
+        trained on nothing must not end as if it had; only dynamic sampling leaves steps empty in good order."""
+        self._empty += 1
+        algorithm = self.cfg.algorithm
+        steps = min(EMPTY_STEPS, self.cfg.num_steps) if "num_steps" in self.cfg else EMPTY_STEPS
+        if self._empty >= steps and not ("dynamic_sampling" in algorithm and algorithm.dynamic_sampling):
+            steps_in_a_row = f"{self._empty} steps in a row" if self._empty > 1 else "one step"
+            error = RLinfError(
+                f"nothing to train on in {steps_in_a_row}, last {self.step}: every sample was dropped before it came "
+                "here, as the lines above say (task.too_long=drop? reward.on_error=drop?); mend the data or the keys"
+            )
+            error.bad_input = True
+            raise error
 
     def _warmup(self) -> int:
         """Steps in which the critic alone learns."""
