@@ -11,11 +11,19 @@ import statistics
 from pathlib import Path
 
 import _common as common
-from embodied_plans import one_rollout
+from embodied_plans import BLOCK, RECIPE, SEEN, SIM, STAGES, VLA, one_rollout, waiting
 
 from rlinf_sched.cycles import round_seconds
 
-SETTING = "the tiny VLA on pictures; simulators wait"
+SETTING = "the tiny VLA, inference-heavy"
+ENVS, WAIT, WIDTH, LAYERS = 16, 0.012, 512, 6
+STAGES[SETTING] = (
+    RECIPE,
+    [
+        *(*BLOCK, *VLA, *SEEN, f"num_envs={ENVS}", "rollout_steps=8", *waiting(SIM, fixed=0.0, item=WAIT)),
+        *(f"model.tiny.hidden_size={WIDTH}", f"model.tiny.layers={LAYERS}", "model.tiny.intermediate_size=1024"),
+    ],
+)
 AIM = 1.3
 Round = dict[str, dict[str, float]]
 
@@ -53,10 +61,10 @@ def page(rounds: list[Round], load: list[float]) -> str:
     }
     table = [[text, common.spread([one[key] for one in gains])] for key, text in cases.items()]
     return (
-        "Eight environments with pictures of 64 x 64 and an instruction, whose simulator waits for 15 ms a step and "
-        "environment; the policy (four layers, 256 wide) computes. Each has a device. With `num_stages=1` "
-        "the simulator waits while the policy decides for all; with 2, one half is stepped while the other is decided "
-        f"for. {len(rounds)} rounds, in each both in turn; median (min-max).\n\n"
+        f"{ENVS} environments with pictures of 64 x 64 and an instruction, whose simulator waits for {1e3 * WAIT:g} ms "
+        f"a step and environment; the policy (a language model of {LAYERS} layers, {WIDTH} wide) computes. Each has a "
+        "device. With `num_stages=1` the simulator waits while the policy decides for all; with 2, one half is "
+        f"stepped while the other is decided for. {len(rounds)} rounds, in each both in turn; median (min-max).\n\n"
         "Milliseconds of a turn, in which every environment is stepped once; s and i of one block (all "
         "environments, or a half).\n\n"
         + common.table(["stages", "turn", "stepping s", "inference i", "rest of the turn"], lines)
