@@ -22,7 +22,13 @@ from rlinf_embodied.conf.recipes import Recipe
 engines = pytest.mark.skipif(
     importlib.util.find_spec("rlinf_engines") is None, reason="rlinf-engines gives the trainers"
 )
-RECIPES = {"ppo_cartpole": "ppo", "ppo_reach": "ppo", "ppo_pushcube": "ppo", "grpo_libero_vla": "grpo"}
+RECIPES = {
+    "ppo_cartpole": "ppo",
+    "ppo_gymnasium": "ppo",
+    "ppo_reach": "ppo",
+    "ppo_pushcube": "ppo",
+    "grpo_libero_vla": "grpo",
+}
 
 
 def program(name: str) -> Any:

@@ -238,6 +238,22 @@ def test_pictures_of_several_sizes(failing: Any, tmp_path: Path, monkeypatch: py
         made.evaluate(Items(evaluation_slots(made.cfg)), Answers(observations, answer), observations, Items())
 
 
+def test_environments_that_cannot_be_shown_are_evaluated_without_videos(
+    failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def dark(self: Any) -> Any:
+        raise RuntimeError("no display")
+
+    monkeypatch.setattr(Counter, "render", dark)
+    made = make(config(eval={**EVAL, "videos": 7}), tmp_path)
+    for _ in range(2):
+        observations, episodes = Items(), Items()
+        made.evaluate(Items(evaluation_slots(made.cfg)), Answers(observations, answer), observations, episodes)
+        assert len(episodes) == 7 and all(one.frames is None for one in episodes)
+    (said,) = caplog.messages
+    assert "cannot be shown: RuntimeError: no display" in said and "eval.videos=0" in said
+
+
 def test_evaluation_of_nothing(failing: Any, tmp_path: Path) -> None:
     made = make(config(), tmp_path)
     observations = Items()

@@ -34,7 +34,7 @@ class Evaluation:
 
 @dataclass
 class Recipe:
-    """A recipe whose episodes go on from step to step: ``ppo_cartpole``, ``ppo_reach``, ``ppo_pushcube``."""
+    """A recipe whose episodes go on from step to step: ``ppo_*``."""
 
     num_steps: int = _key(100, "training steps", min=1)
     num_envs: int = _key(8, "environments, shared out over the ranks of the simulator", min=1)
@@ -71,6 +71,7 @@ class GroupRecipe(Recipe):
 
 SCHEMAS: dict[str, type] = {
     "embodied/ppo_cartpole": Recipe,
+    "embodied/ppo_gymnasium": Recipe,
     "embodied/ppo_reach": Recipe,
     "embodied/ppo_pushcube": Recipe,
     "embodied/grpo_libero_vla": GroupRecipe,

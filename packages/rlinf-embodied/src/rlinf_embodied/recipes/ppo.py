@@ -2,8 +2,9 @@
 
     rlinf run embodied/ppo_cartpole
     rlinf run embodied/ppo_cartpole plan=spatial cluster.virtual_devices=3 inference=channel num_stages=2
+    rlinf run embodied/ppo_gymnasium env.id=Pendulum-v1
     rlinf run embodied/ppo_reach eval.videos=9
-    rlinf run embodied/ppo_pushcube env=gymnasium env.id=Pendulum-v1
+    rlinf run embodied/ppo_pushcube
 
 Simulators step environments as the policy decides, the trainer learns from what came of it. The policy is small, so
 every simulator has a replica of it (``inference=local``); with ``inference=channel`` it is a stage of its own, and the

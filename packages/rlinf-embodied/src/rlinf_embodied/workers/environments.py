@@ -54,6 +54,7 @@ class Environments(Worker):
         self.mine = list(range(self.rank, self.cfg.num_envs, self.world_size))
         self.blocks: list[Block] = []
         self._trials: list[Trial] = []
+        self._told_not_shown = False
         self._make_blocks(sub_batches(self.mine, None, self.cfg.num_stages))
 
     def teardown(self) -> None:
@@ -192,6 +193,12 @@ class Environments(Worker):
         for k, part in enumerate(parts):
             self.blocks.append(Block((self.rank, k), self._make_env(part)))
 
+    def _not_shown(self, why: str) -> None:
+        if self._told_not_shown:
+            return
+        self._told_not_shown = True
+        self.log.warning(why)
+
     def _trials_for(self, episodes: int, portion: int | None) -> list[Trial]:
         """The environments for an evaluation with so many episodes at this rank."""
         wanted = self.cfg.eval.num_envs or self.cfg.num_envs
@@ -201,6 +208,7 @@ class Environments(Worker):
             for trial in self._trials:
                 trial.env.close()
             self._trials = [
-                Trial((self.rank, k), self._make_env(part, "evaluation"), self.cfg.eval) for k, part in enumerate(parts)
+                Trial((self.rank, k), self._make_env(part, "evaluation"), self.cfg.eval, self._not_shown)
+                for k, part in enumerate(parts)
             ]
         return self._trials

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,13 @@ class Trial:
     """``begin`` with what waits, then ``advance`` with every answer until it returns ``None``.
 
     ``cfg`` is the node ``eval``: ``greedy``; the first ``videos`` episodes are filmed, pictures at most ``video_size``
-    high and wide.
+    high and wide. Where environments cannot be shown ``warn`` is told why, once, and nothing is filmed.
     """
 
-    def __init__(self, place: Place, env: VectorEnv, cfg: Any) -> None:
+    def __init__(self, place: Place, env: VectorEnv, cfg: Any, warn: Callable[[str], None] = lambda text: None) -> None:
         self.place = place
+        self._warn = warn
+        self._shown = True
         self.env = env
         self.cfg = cfg
         self.tracker = EpisodeTracker(env.num_envs)
@@ -115,9 +117,17 @@ class Trial:
 
     def _film(self, rows: NDArray[np.int64]) -> None:
         filmed = [int(row) for row in rows if (slot := self.slots[row]) is not None and slot.env < self.cfg.videos]
-        if filmed:
-            for row, picture in zip(filmed, self.env.render(filmed), strict=True):
-                self._frames[row].append(smaller(picture, self.cfg.video_size))
+        if not filmed or not self._shown:
+            return
+        try:
+            pictures = self.env.render(filmed)
+        except SimulatorError as error:  # what is learnt does not depend on it
+            self._shown = False
+            self._frames = [[] for _ in self._frames]
+            self._warn(f"{error}; evaluations go on without videos (eval.videos=0 does not ask for any)")
+            return
+        for row, picture in zip(filmed, pictures, strict=True):
+            self._frames[row].append(smaller(picture, self.cfg.video_size))
 
 
 def film(frames: list[NDArray[np.uint8]], who: str) -> NDArray[np.uint8] | None:
