@@ -300,9 +300,10 @@ def differences(found: Numbers, expected: Numbers) -> dict[str, float]:
 
 
 def check_equal(found: Numbers, expected: Numbers, *, relative: float = 1e-4, absolute: float = 1e-5) -> None:
-    """Fail unless losses and norms agree within ``relative``, forward and weights within ``absolute``."""
+    """Fail unless losses and norms agree within ``relative``, forward within ``absolute`` and weights within five times
+    that: Adam divides a gradient by its own size, so that the rounding of one near zero moves its weight by much."""
     apart = differences(found, expected)
-    limits = {"losses": relative, "norms": relative, "first": absolute, "weights": absolute}
+    limits = {"losses": relative, "norms": relative, "first": absolute, "weights": 5 * absolute}
     far = {name: value for name, value in apart.items() if not value <= limits[name]}
     if far:
         raise AssertionError(f"too far from the reference: {far}; all: {apart}")
